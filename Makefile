@@ -1,0 +1,55 @@
+# The commands of the project; `make` alone lists them. Everything installs itself into .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ROOTS := server moe dist config
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-slow lint format typecheck build bench gpu-check clean links
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# torch goes first and alone: its pin decides which build is taken, before anything else asks for "torch".
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "moed needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+links:
+	@mkdir -p .links/moed && for d in $(ROOTS); do ln -sfn ../../$$d .links/moed/$$d; done
+
+run: $(VENV)/.installed  ## serve the bundled model over two DP ranks on http://127.0.0.1:8000 (ARGS="--port 9000" for more)
+	@exec $(BIN)/moed serve --data-parallel-size 2 $(ARGS)
+
+test: $(VENV)/.installed  ## run the tests (ARGS="-k scheduler" for some of them)
+	@$(BIN)/pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed  ## run the long tests: faults at scale, wide matrices, soak
+	@$(BIN)/pytest -m slow --timeout 3600 $(ARGS)
+
+lint: $(VENV)/.installed  ## ruff: errors and format
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+format: $(VENV)/.installed  ## ruff: rewrite
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+typecheck: $(VENV)/.installed links  ## mypy, strict
+	@$(BIN)/mypy
+
+build: $(VENV)/.installed  ## wheel and sdist, into build/wheels (dist/ holds source code here)
+	@$(BIN)/python -m build -o build/wheels .
+
+bench: $(VENV)/.installed  ## load on the daemon: tokens/s, TTFT, inter-token latency (ARGS="--model DIR")
+	@$(BIN)/python -m tests.benchmarks.serving $(ARGS)
+
+gpu-check: $(VENV)/.installed  ## everything that needs a GPU, in one run
+	@$(BIN)/pytest -m gpu $(ARGS)
+
+clean:  ## remove what the commands above made (never the source folder dist/)
+	@rm -rf build .links $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	@find $(ROOTS) tests -name __pycache__ -type d -prune -exec rm -rf {} +

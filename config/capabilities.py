@@ -1,0 +1,44 @@
+"""What a dispatch backend declares of itself: the type only, so that `resolve()` can read it.
+
+The registry that holds one declaration for each backend is `moed.dist.registry`; it imports no
+torch either.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ActivationFormat(StrEnum):
+    """How rows lie in memory after dispatch."""
+
+    STANDARD = "standard"
+    """`[rows, hidden]`, rows in any order, with the local expert ids of each row."""
+    BATCHED = "batched"
+    """`[local_experts, capacity, hidden]` and a count for each expert."""
+
+
+@dataclass(frozen=True)
+class BackendCapabilities:
+    """One backend's declaration, read by `resolve()`, the launch checks and `FusedMoE`."""
+
+    name: str
+    activation_format: ActivationFormat
+    devices: frozenset[str]
+    """Device types it runs on: "cpu", "cuda"."""
+    requires_expert_parallel: bool
+    """False only for `local`, which serves an EP group of one rank."""
+    applies_router_weights: bool
+    """True when `combine` multiplies by the router weights; otherwise the experts do. Never both.
+    """
+    collectives_per_layer: int
+    """`torch.distributed` calls of one dispatch plus one combine: the same on every rank and for
+    any rows.
+    """
+    graph_safe: bool
+    """No host synchronisation inside, so that a CUDA graph may hold it."""
+    hidden_sizes: frozenset[int] | None = None
+    """Hidden sizes it supports; None means any."""
+    max_top_k: int | None = None
+    max_tokens_per_rank: int | None = None
+    """Largest capacity (tokens per rank and step); None means bounded by memory alone."""
+    description: str = ""

@@ -1,0 +1,212 @@
+"""The frozen configuration that every process receives: what `resolve()` returns.
+
+The token budget B is written once, in `SchedulerConfig.max_num_batched_tokens`;
+`FusedMoEConfig.max_num_tokens` is filled from it by `EngineConfig.fused_moe` and by nothing else.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from moed.config.capabilities import ActivationFormat, BackendCapabilities
+from moed.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many processes there are and how rows travel between them."""
+
+    data_parallel_size: int
+    num_local_ranks: int
+    """DP ranks on this node."""
+    backend: BackendCapabilities
+    device: str
+    """"cpu" or "cuda"."""
+    num_threads: int
+    """CPU threads of each rank: the node's cores divided by its ranks, unless set."""
+    distributed_timeout_s: float
+    """Bound on any one collective."""
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks over which experts are spread: all of them."""
+        return self.data_parallel_size
+
+    @property
+    def use_batched_dp_moe(self) -> bool:
+        """True when more than one EP rank exchanges rows in the batched activation format."""
+        batched = self.backend.activation_format is ActivationFormat.BATCHED
+        return self.expert_parallel_size > 1 and batched
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What one rank may run in one step."""
+
+    max_num_batched_tokens: int
+    """B: the most tokens one rank runs in one step."""
+    max_num_seqs: int
+    """S: the most requests one rank runs in one step."""
+    max_model_len: int | None
+    """L: prompt plus output tokens of one request. None: `auto`, decided at start by what fits."""
+    enable_chunked_prefill: bool
+    max_num_queued_requests: int
+    """Requests waiting on all ranks together before new ones are refused with 503."""
+
+
+@dataclass(frozen=True)
+class FusedMoEConfig:
+    """Sizes of one MoE layer; `max_num_tokens` sizes every dispatch buffer."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    max_num_tokens: int
+    """B, from `SchedulerConfig.max_num_batched_tokens`."""
+    expert_parallel_size: int
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        expert_parallel_size: int,
+        max_num_tokens: int | None = None,
+    ) -> None:
+        if max_num_tokens is None or max_num_tokens < 1:
+            raise ConfigError(
+                f"FusedMoEConfig.max_num_tokens is {max_num_tokens}: it must be a number of at "
+                "least 1, and comes from SchedulerConfig.max_num_batched_tokens "
+                "(--max-num-batched-tokens)"
+            )
+        for name, value in {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "max_num_tokens": max_num_tokens,
+            "expert_parallel_size": expert_parallel_size,
+        }.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def max_num_received_rows(self) -> int:
+        """Bound on the rows one rank's experts see in one step, after an all-gather."""
+        return self.expert_parallel_size * self.max_num_tokens
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One checkpoint: where it lies, and the sizes that every part needs, under one name each."""
+
+    path: str
+    """Local directory that holds config.json and the safetensors files."""
+    model: str
+    """What the user gave: a directory or `org/name`."""
+    revision: str | None
+    served_model_names: tuple[str, ...]
+    architecture: str
+    """`architectures[0]` of config.json, such as `Qwen3MoeForCausalLM`."""
+    model_type: str
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    load_format: str
+    """"auto" (safetensors) or "dummy" (random weights, from `seed`)."""
+    seed: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_experts: int
+    top_k: int
+    moe_intermediate_size: int
+    max_position_embeddings: int
+    hf_config: Mapping[str, Any] = field(repr=False)
+    """config.json as read, for the family's own fields."""
+    generation_config: Mapping[str, Any] = field(repr=False)
+    """generation_config.json as read, or empty."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache of one rank."""
+
+    block_size: int
+    """Tokens per block."""
+    num_kv_blocks: int | None
+    """Blocks per rank; None: from the memory below."""
+    kv_cache_memory_bytes: int | None
+    """Bytes per rank; None: what `gpu_memory_utilization` leaves (on a CPU: a share of the free
+    memory).
+    """
+    gpu_memory_utilization: float
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP front end and the manners of the processes."""
+
+    host: str
+    port: int
+    shutdown_timeout_s: float
+    """How long SIGTERM lets open requests finish."""
+    api_keys: tuple[str, ...] = field(repr=False)
+    max_logprobs: int
+    log_level: str
+    access_log: bool
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything, resolved: each default decided and each cross-check passed."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    server: ServerConfig
+    fault_injection: str | None = None
+    """Faults that tests ask for (`MOED_FAULT_INJECTION`); None in any real use."""
+
+    @property
+    def fused_moe(self) -> FusedMoEConfig:
+        """The MoE layer's sizes, with B carried over from the scheduler: the only place that does
+        so.
+        """
+        return FusedMoEConfig(
+            num_experts=self.model.num_experts,
+            top_k=self.model.top_k,
+            hidden_size=self.model.hidden_size,
+            intermediate_size=self.model.moe_intermediate_size,
+            expert_parallel_size=self.parallel.expert_parallel_size,
+            max_num_tokens=self.scheduler.max_num_batched_tokens,
+        )
+
+    def agreement_items(self) -> dict[str, str]:
+        """What must be equal on all ranks, as text: compared at start, key by key."""
+        items = {
+            "max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
+            "max_num_seqs": self.scheduler.max_num_seqs,
+            "block_size": self.cache.block_size,
+            "all2all_backend": self.parallel.backend.name,
+            "data_parallel_size": self.parallel.data_parallel_size,
+            "device": self.parallel.device,
+            "model": self.model.model,
+            "revision": self.model.revision,
+        }
+        for entry in fields(ModelConfig):
+            if entry.name not in ("path", "model", "revision", "served_model_names"):
+                items[entry.name] = getattr(self.model, entry.name)
+        return {key: repr(value) for key, value in items.items()}
+
+    def digest(self) -> int:
+        """63-bit number over `agreement_items`, carried in every step's record."""
+        text = "\n".join(f"{key}={value}" for key, value in sorted(self.agreement_items().items()))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,37 @@
+"""The errors that a user can cause, each with the exit code that a supervisor reads (sysexits)."""
+
+
+class MoedError(Exception):
+    """A fault outside our code, with a message that says what was given, what is allowed, what to
+    do.
+    """
+
+    exit_code = 70
+
+
+class ConfigError(MoedError):
+    """Settings that cannot work: unknown, malformed, or in conflict."""
+
+    exit_code = 78
+
+
+class ModelError(MoedError):
+    """A checkpoint that is missing, corrupt, or of a family that is not served."""
+
+    exit_code = 65
+
+
+class RankMismatch(MoedError):
+    """Ranks that should agree do not; the message names the key and the value of each rank."""
+
+    exit_code = 78
+
+
+class PeerLost(MoedError):
+    """A collective failed because another rank went away: the consequence, never the cause."""
+
+    exit_code = 69
+
+
+class TokenBudgetExceeded(MoedError):
+    """More rows reached a MoE layer than B; refused before any collective."""

@@ -1,0 +1,173 @@
+"""Every message between the front end and the engines: one class each, encoded with msgspec,
+nothing pickled.
+
+Engines are token-in, token-out. A request can be rebuilt anywhere from its prompt, its parameters
+and its output tokens: randomness is a pure function of (`SamplingParams.seed`, output index), and
+each token message carries request id, output index and epoch, so that the front end can drop
+duplicates and what an older epoch sent.
+"""
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How to choose tokens. Every value is validated and final: the engine applies no defaults of
+    its own.
+    """
+
+    max_tokens: int
+    """At least 0; 0 only scores the prompt (with `prompt_logprobs`)."""
+    seed: int
+    """64-bit, unsigned. Always set: a request without one gets one at admission."""
+    temperature: float
+    """0 means greedy."""
+    min_tokens: int = 0
+    """No stop token is chosen before this many output tokens."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means off."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    """None: none. k: the chosen token's, and the k most likely ones (k may be 0)."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for each prompt token but the first."""
+    stop_token_ids: list[int] = []
+    """Tokens that end the output: those of the request and, unless `ignore_eos`, the model's EOS
+    ids.
+    """
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
+    """A new request, or one that another engine began (then `output_token_ids` is not empty)."""
+
+    request_id: str
+    """Internal and unique in the front end's life; a client's own id never comes here."""
+    epoch: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    output_token_ids: list[int] = []
+    priority: int = 0
+    """Lower runs first."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """Free these requests. Unknown ids are ignored: they have just finished. No answer is sent."""
+
+    request_ids: list[str]
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """From the one waker: a sleeping rank resumes on any number above its last one."""
+
+    number: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the loop together with the other ranks, once all have been told."""
+
+
+ToEngine = AddRequest | AbortRequests | Wake | Shutdown
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probabilities at one position, of the distribution before temperature and
+    filters.
+    """
+
+    logprob: float
+    """Of the chosen (or, in a prompt, the given) token."""
+    rank: int
+    """1 for the most likely token."""
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What one step gave one request. Steps that only prefill send nothing."""
+
+    request_id: str
+    epoch: int
+    output_index: int
+    """Index of `token_ids[0]` among the request's output tokens."""
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """"stop" (a stop token), "length", or "error"; None while it goes on."""
+    stop_token_id: int | None = None
+    """The stop token that ended it: also the last of `token_ids`."""
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    """One per token of `token_ids`, when asked for."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Once, with the first output: one per prompt token, the first None."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed, thanks to the prefix cache."""
+
+
+class RankStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges now and counters since the start, of one rank."""
+
+    rank: int
+    num_running: int
+    num_waiting: int
+    num_kv_blocks_used: int
+    num_kv_blocks: int
+    num_queued_tokens: int
+    """Tokens still to be computed of waiting and running prompts."""
+    num_steps: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    num_preemptions: int
+    max_step_tokens: int
+    """Most tokens any step ran so far: never above B."""
+    num_moe_rows: int
+    """Rows that this rank's experts computed, all layers together."""
+    num_finished: int
+    num_aborted: int
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """What one step of one rank gave, and its statistics after it."""
+
+    rank: int
+    outputs: list[TokenOutput]
+    stats: RankStats
+
+
+class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
+    """This rank has done one real MoE step through dispatch and combine with all others."""
+
+    rank: int
+    num_kv_blocks: int
+    """Agreed: the minimum over ranks."""
+    block_size: int
+    max_model_len: int
+    """Agreed: L, or what `auto` became."""
+    startup_s: dict[str, float]
+    """Seconds by phase: import, rendezvous, load, warm_up."""
+
+
+class RankProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """What a starting rank is doing."""
+
+    rank: int
+    phase: str
+
+
+FromEngine = StepOutputs | RankReady | RankProgress
+
+
+class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's last words, to the launcher."""
+
+    rank: int
+    error: str
+    """One paragraph for a person."""
+    details: str
+    """The traceback when the fault is ours, else empty."""
+    is_consequence: bool
+    """True when it only lost a peer; the peer's own failure is the cause."""
+    exit_code: int
