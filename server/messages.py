@@ -171,3 +171,43 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
     is_consequence: bool
     """True when it only lost a peer; the peer's own failure is the cause."""
     exit_code: int
+
+
+class RankLost(msgspec.Struct, frozen=True, tag="rank_lost"):
+    """A rank is gone: every open request gets an error event at once; answered with `Drained`."""
+
+    rank: int
+    error: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Refuse new requests, finish open ones within `shutdown_timeout_s`, then tell all ranks
+    `Shutdown`; answered with `Drained`."""
+
+
+class StopNow(msgspec.Struct, frozen=True, tag="stop_now"):
+    """End open requests with an error event, tell all ranks `Shutdown`, and leave."""
+
+
+ToFrontend = RankLost | Drain | StopNow
+
+
+class Serving(msgspec.Struct, frozen=True, tag="serving"):
+    """The HTTP socket answers (probes, and 503 to the rest while the ranks start)."""
+
+
+class GroupReady(msgspec.Struct, frozen=True, tag="group_ready", kw_only=True):
+    """All ranks are ready: requests are served."""
+
+    num_kv_blocks: int
+    max_model_len: int
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """No request is open any more; after a drain, all ranks have been told `Shutdown`."""
+
+    num_unfinished: int
+    """Requests that got an error event instead of their end."""
+
+
+FromFrontend = Serving | GroupReady | Drained
