@@ -1,0 +1,52 @@
+"""How a child process stays tied to its parent, and how a process's end reads to a person."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import wait
+
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def die_with_parent() -> None:
+    """End this process, even when stuck in a system call, as soon as its parent ends.
+
+    On Linux the kernel does it. Elsewhere, and for a parent that died before the kernel was asked,
+    a thread waits for the parent's end. Call it first in a child, before heavy imports.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    sentinel = parent.sentinel
+    if not wait_for(sentinel, 0.0):
+        watcher = threading.Thread(target=_end_after, args=(sentinel,), daemon=True)
+        watcher.start()
+        return
+    os._exit(1)
+
+
+def wait_for(sentinel: int, timeout_s: float | None) -> bool:
+    """True once the process behind `sentinel` has ended, within `timeout_s` (None: no bound)."""
+    return bool(wait([sentinel], timeout_s))
+
+
+def _end_after(sentinel: int) -> None:
+    wait_for(sentinel, None)
+    os._exit(1)
+
+
+def describe_exit(exit_code: int | None) -> str:
+    """`exit code 3`, or `killed by SIGKILL`, from `Process.exitcode`."""
+    if exit_code is None:
+        return "still running"
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"

@@ -1,0 +1,244 @@
+"""How the processes start, fail and stop, seen from outside."""
+
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.daemon import Daemon, events, wait_gone
+
+
+def stream(daemon: Daemon, max_tokens: int, rank: int, **body: Any) -> Iterator[Any]:
+    """Events of a streamed completion that would go on for long."""
+    request = {
+        "prompt": [65, 66, 67],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        **body,
+    }
+    headers = {"X-data-parallel-rank": str(rank)}
+    url = f"{daemon.url}/v1/completions"
+    with httpx.stream("POST", url, json=request, headers=headers, timeout=60) as response:
+        assert response.status_code == 200
+        yield from events(response)
+
+
+def port_is_free(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError:
+        return False
+    return True
+
+
+def all_pids(daemon: Daemon) -> list[int]:
+    ranks = [daemon.pid(f"rank-{rank}") for rank in range(daemon.ranks)]
+    return [daemon.process.pid, daemon.pid("http"), *ranks]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank_ends_everything_with_an_error_event(victim: int) -> None:
+    with Daemon() as daemon:
+        daemon.wait_ready()
+        url, pids = daemon.url, all_pids(daemon)
+        outcomes: dict[int, list[Any]] = {0: [], 1: []}
+
+        def read(rank: int) -> None:
+            outcomes[rank].extend(stream(daemon, 1900, rank))
+
+        readers = [threading.Thread(target=read, args=(rank,)) for rank in (0, 1)]
+        for reader in readers:
+            reader.start()
+        deadline = time.monotonic() + 20
+        while not all(len(outcome) > 3 for outcome in outcomes.values()):
+            assert time.monotonic() < deadline, "the streams did not start"
+            time.sleep(0.01)
+        psutil.Process(daemon.pid(f"rank-{victim}")).kill()
+        for reader in readers:
+            reader.join(10)
+            assert not reader.is_alive(), "a client waited more than 10 s"
+        for outcome in outcomes.values():
+            assert outcome[-1]["error"]["type"] == "server_error", outcome[-1]
+            assert f"rank {victim}" in outcome[-1]["error"]["message"]
+            assert not any(choice["finish_reason"] for e in outcome[:-1] for choice in e["choices"])
+        assert daemon.wait_exit(10) == 70
+        assert f"rank {victim} ended without a word: killed by SIGKILL" in daemon.lines[-1]
+        wait_gone(pids, 5)
+        assert port_is_free(url)
+
+
+def test_killed_launcher_takes_its_children_and_a_restart_works() -> None:
+    with Daemon() as daemon:
+        daemon.wait_ready()
+        pids = all_pids(daemon)
+        daemon.process.kill()
+        wait_gone(pids, 5)
+        url = daemon.url
+    port = url.rsplit(":", 1)[1]
+    with Daemon("--port", port) as daemon:
+        daemon.wait_ready()
+        assert daemon.url == url
+        daemon.assert_alive()
+
+
+def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
+    with Daemon("--shutdown-timeout", "30") as daemon:
+        daemon.wait_ready()
+        url, pids = daemon.url, all_pids(daemon)
+        running = stream(daemon, 600, 0)
+        next(running)
+        daemon.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while httpx.get(f"{url}/readyz").status_code != 503:
+            assert time.monotonic() < deadline
+        assert httpx.get(f"{url}/livez").status_code == 200
+        refused = daemon.post("/v1/completions", {"prompt": [65], "max_tokens": 1})
+        assert refused.status_code == 503
+        assert refused.headers["connection"] == "close" and "retry-after" in refused.headers
+        rest = list(running)
+        assert rest[-1] == "[DONE]"
+        finishes = [c["finish_reason"] for e in rest[:-1] for c in e["choices"]]
+        assert finishes[-1] == "length"
+        assert daemon.wait_exit(10) == 0
+        wait_gone(pids, 5)
+        assert port_is_free(url)
+
+
+def test_drain_that_takes_too_long_ends_with_an_error_event() -> None:
+    with Daemon("--shutdown-timeout", "1") as daemon:
+        daemon.wait_ready()
+        running = stream(daemon, 2000, 1)
+        next(running)
+        daemon.signal(signal.SIGTERM)
+        assert "error" in list(running)[-1]
+        assert daemon.wait_exit(10) == 0
+
+
+def test_second_signal_stops_at_once() -> None:
+    with Daemon("--shutdown-timeout", "60") as daemon:
+        daemon.wait_ready()
+        pids = all_pids(daemon)
+        running = stream(daemon, 2000, 1)
+        next(running)
+        daemon.signal(signal.SIGTERM)
+        time.sleep(0.5)
+        daemon.signal(signal.SIGTERM)
+        assert "error" in list(running)[-1]
+        assert daemon.wait_exit(8) == 128 + signal.SIGTERM
+        wait_gone(pids, 5)
+
+
+def test_leaked_launch_variables_change_nothing() -> None:
+    leaked = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "10.255.255.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "somebody-else",
+        "MOED_SERVICE_HOST": "10.0.0.9",
+        "MOED_PORT": "tcp://10.0.0.9:8000",
+        "MOED_PORT_8000_TCP_ADDR": "10.0.0.9",
+    }
+    with Daemon(environment=leaked) as daemon:
+        daemon.wait_ready()
+        daemon.assert_alive()
+
+
+def test_three_daemons_started_together() -> None:
+    with Daemon() as one, Daemon() as two, Daemon() as three:
+        for daemon in (one, two, three):
+            daemon.wait_ready(90)
+        for daemon in (one, two, three):
+            daemon.assert_alive()
+
+
+def test_taken_port_is_said_in_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Daemon("--port", str(port)) as daemon:
+            assert daemon.wait_exit(10) == 78
+            assert str(port) in daemon.lines[-1] and "--port" in daemon.lines[-1]
+            assert "Traceback" not in daemon.log
+
+
+def test_rank_that_fails_to_load_is_reported_last() -> None:
+    with Daemon(environment={"MOED_FAULT_INJECTION": "fail_load:rank=1"}) as daemon:
+        code = daemon.wait_exit(60)
+        assert code not in (0, None)
+        assert "rank 1" in daemon.lines[-1] and "fail_load" in daemon.lines[-1]
+
+
+def test_rank_that_raises_in_a_step_is_named_with_its_own_error() -> None:
+    fault = {"MOED_FAULT_INJECTION": "raise:rank=1:step=30"}
+    with Daemon(environment=fault) as daemon:
+        daemon.wait_ready()
+        with pytest.raises((openai.APIError, httpx.TransportError)):
+            daemon.client().completions.create(
+                model="moed-demo", prompt=[65], max_tokens=500, extra_body={"ignore_eos": True}
+            )
+        assert daemon.wait_exit(15) == 70
+        assert "rank 1" in daemon.lines[-1] and "injected" in daemon.lines[-1]
+
+
+def test_unequal_kv_block_counts_become_the_minimum() -> None:
+    blocks = {"MOED_FAULT_INJECTION": "kv_blocks:rank=1:blocks=48"}
+    with Daemon("--num-kv-blocks", "64", environment=blocks) as daemon:
+        daemon.wait_ready()
+        daemon.assert_alive()
+        text = httpx.get(f"{daemon.url}/metrics").text
+        assert re.search(r'moed:cache_config_info\{.*num_gpu_blocks="48"', text)
+
+
+def test_not_ready_before_the_ranks_are() -> None:
+    with Daemon() as daemon:
+        url = daemon.url
+        assert httpx.get(f"{url}/livez").status_code == 200
+        early = httpx.get(f"{url}/readyz")
+        assert early.status_code == 503
+        refused = daemon.post("/v1/completions", {"prompt": [65], "max_tokens": 1})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        daemon.wait_ready()
+        assert httpx.get(f"{url}/startupz").status_code == 200
+
+
+def test_stop_while_starting() -> None:
+    with Daemon() as daemon:
+        pids = all_pids(daemon)
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait_exit(15) == 0
+        wait_gone(pids, 5)
+
+
+def test_idle_daemon_uses_no_cpu(served: Daemon) -> None:
+    served.assert_at_rest()
+    time.sleep(0.5)
+    processes = [psutil.Process(pid) for pid in all_pids(served)]
+
+    def used_s() -> float:
+        return sum(p.cpu_times().user + p.cpu_times().system for p in processes)
+
+    before = used_s()
+    time.sleep(5)
+    assert used_s() - before < 0.05, "an idle daemon used more than 1 % of a core"
+
+
+def test_python_dash_m_and_version() -> None:
+    import subprocess
+
+    shown = subprocess.run(
+        [sys.executable, "-m", "moed.server", "version"], capture_output=True, text=True, timeout=30
+    )
+    assert shown.returncode == 0 and shown.stdout.startswith("moed ")
