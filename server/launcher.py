@@ -105,6 +105,24 @@ def runtime_folder() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def log_progress(config: EngineConfig, http_socket: socket.socket, message: FromFrontend) -> None:
+    """Say in the log what the front end has reported."""
+    host, port = http_socket.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if isinstance(message, Serving):
+        logger.info("listening on %s, loading the model", url)
+    elif isinstance(message, GroupReady):
+        logger.info(
+            READY,
+            config.model.served_model_names[0],
+            config.parallel.data_parallel_size,
+            config.parallel.backend.name,
+            message.max_model_len,
+            f"{url}/v1",
+            f"{url}/v1",
+        )
+
+
 @dataclass
 class Rank:
     """One rank's process and the pipe of its last words."""
@@ -235,28 +253,11 @@ class Supervisor:
             while self._frontend_pipe.poll():
                 message = _from_frontend.decode(self._frontend_pipe.recv_bytes())
                 messages.append(message)
-                self._log_progress(message)
+                self._group_is_ready |= isinstance(message, GroupReady)
+                log_progress(self._config, self._http_socket, message)
         except (EOFError, OSError):
             self._frontend_pipe.close()
         return messages
-
-    def _log_progress(self, message: FromFrontend) -> None:
-        host, port = self._http_socket.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        if isinstance(message, Serving):
-            logger.info("listening on http://%s:%d, loading the model", shown, port)
-        elif isinstance(message, GroupReady):
-            self._group_is_ready = True
-            parallel = self._config.parallel
-            logger.info(
-                READY,
-                self._config.model.served_model_names[0],
-                parallel.data_parallel_size,
-                parallel.backend.name,
-                message.max_model_len,
-                f"http://{shown}:{port}/v1",
-                f"http://{shown}:{port}/v1",
-            )
 
     # Stop ----------------------------------------------------------------------------------------
 

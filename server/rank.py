@@ -6,7 +6,9 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +18,9 @@ from moed.dist.launch import LaunchEnvironment
 from moed.server.lifecycle import die_with_parent
 from moed.server.logs import setup_logging
 from moed.server.messages import RankFailure
+
+if TYPE_CHECKING:
+    from moed.dist.groups import Groups
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,8 @@ def run_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup_logging(f"rank {environment.rank}", config.server.log_level)
     try:
-        serve_rank(config, environment, store_socket, channel_address)
+        listen_fd = None if store_socket is None else store_socket.detach()
+        serve_rank(config, environment, listen_fd, lambda _: channel_address)
     except Exception as error:
         failure = describe_failure(environment.rank, error)
         failures.send_bytes(msgspec.msgpack.encode(failure))
@@ -46,36 +52,32 @@ def run_rank(
 def serve_rank(
     config: EngineConfig,
     environment: LaunchEnvironment,
-    store_socket: socket.socket | None,
-    channel_address: str,
+    listen_fd: int | None,
+    channel_address: Callable[["Groups"], str],
 ) -> None:
-    """Start, run, stop: returns after a group-wide stop, raises what went wrong otherwise."""
+    """Join, start, run: returns after a group-wide stop, raises what went wrong otherwise."""
     started = time.monotonic()
-    # Heavy: torch comes in here, in the child only.
+    # Heavy: torch comes in here, in the rank only.
     import torch
 
     from moed.dist.groups import init_groups
     from moed.server.channel import EngineChannel
     from moed.server.engine import Engine
 
-    import_s = time.monotonic() - started
     torch.set_num_threads(config.parallel.num_threads)
-    channel = EngineChannel(channel_address, environment.rank)
-    groups = None
+    imported = time.monotonic()
+    groups = init_groups(environment, config.parallel, listen_fd)
     try:
-        listen_fd = None if store_socket is None else store_socket.detach()
-        rendezvous_started = time.monotonic()
-        groups = init_groups(environment, config.parallel, listen_fd)
-        logger.debug("imports took %.1f s", import_s)
-        engine = Engine(config, groups, channel)
-        engine.start(
-            {"import": import_s, "rendezvous": time.monotonic() - rendezvous_started},
-        )
-        engine.run()
+        channel = EngineChannel(channel_address(groups), environment.rank)
+        try:
+            phases = {"import": imported - started, "rendezvous": time.monotonic() - imported}
+            engine = Engine(config, groups, channel)
+            engine.start(phases)
+            engine.run()
+        finally:
+            channel.close()
     finally:
-        channel.close()
-        if groups is not None:
-            groups.close()
+        groups.close()
 
 
 def describe_failure(rank: int, error: BaseException) -> RankFailure:
