@@ -1,7 +1,7 @@
 """`torchrun … -m moed.server serve`: torchrun is the launcher, and starts one process per rank.
 
 Each process is a rank; that of rank 0 also starts the front end and watches it from a thread.
-torchrun itself ends all ranks when one fails, and sends SIGTERM to all of them when it is told to stop.
+torchrun itself ends all ranks when one fails, and sends SIGTERM to all of them to stop.
 """
 
 import logging
