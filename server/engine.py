@@ -1,0 +1,161 @@
+"""One rank's engine: everything that it needs, built in order, then the loop."""
+
+import logging
+import time
+
+import torch
+
+from moed.config.engine_config import EngineConfig
+from moed.config.errors import ModelError
+from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
+from moed.dist.all2all.base import All2AllBackend
+from moed.dist.groups import Groups
+from moed.dist.placement import ExpertPlacement
+from moed.dist.registry import create_backend
+from moed.dist.selfcheck import check_backend
+from moed.moe.kv_cache import KVCache, kv_bytes_per_block
+from moed.moe.model import Decoder, load_model
+from moed.server.block_manager import BlockManager
+from moed.server.engine_loop import Channel, EngineLoop
+from moed.server.faults import Faults
+from moed.server.kv_sizing import MIB, decide_max_model_len, own_num_blocks
+from moed.server.messages import AddRequest, RankProgress, RankReady, SamplingParams
+from moed.server.model_runner import ModelRunner
+from moed.server.sampler import sample
+from moed.server.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+# Rows of the warm-up step: enough that, with any router, some travel to other ranks.
+MAX_WARM_UP_TOKENS = 16
+WARM_UP_STEP_ID = 0
+
+
+class Engine:
+    """`start`, then `run`, on every rank of the group."""
+
+    def __init__(self, config: EngineConfig, groups: Groups, channel: Channel) -> None:
+        self._config = config
+        self._groups = groups
+        self._channel = channel
+        self._device = torch.device(groups.device_type)
+        self._faults = Faults(config.fault_injection, groups.rank)
+        self._backend: All2AllBackend | None = None
+        self._loop: EngineLoop | None = None
+
+    def start(self, startup_s: dict[str, float]) -> None:
+        """Load, size, warm up, and send `RankReady` with `startup_s` and the phases from here on.
+
+        Raises `RankMismatch`, `ConfigError`, `ModelError` or `PeerLost`.
+        """
+        self._progress("comparing settings with the other ranks")
+        compare_at_start(self._groups, self._config.agreement_items())
+        load_started = time.monotonic()
+        model = self._load()
+        kv_started = time.monotonic()
+        kv_cache, blocks, max_model_len = self._size_kv_cache()
+        block_size = self._config.cache.block_size
+        runner = ModelRunner(model, kv_cache, block_size, self._device)
+        agreement = Agreement(self._groups, self._config.parallel, self._config.digest())
+        self._progress("warming up")
+        self._warm_up(runner, agreement, blocks, max_model_len)
+        self._loop = EngineLoop(
+            rank=self._groups.rank,
+            scheduler=self._scheduler(blocks, max_model_len),
+            blocks=blocks,
+            runner=runner,
+            agreement=agreement,
+            channel=self._channel,
+            faults=self._faults,
+            first_step_id=WARM_UP_STEP_ID + 1,
+        )
+        phases = {"load": kv_started - load_started, "warm_up": time.monotonic() - kv_started}
+        self._channel.send(
+            RankReady(
+                rank=self._groups.rank,
+                num_kv_blocks=blocks.num_blocks,
+                block_size=block_size,
+                max_model_len=max_model_len,
+                startup_s={**startup_s, **phases},
+            )
+        )
+
+    def run(self) -> None:
+        """Serve until all ranks agree to stop; `start` must have returned. Raises what goes wrong
+        in a step.
+        """
+        assert self._loop is not None
+        try:
+            self._loop.run()
+        finally:
+            if self._backend is not None:
+                self._backend.close()
+
+    def _load(self) -> Decoder:
+        """The dispatch backend, checked with known rows, and the model with this rank's experts."""
+        config = self._config
+        self._progress(f"checking backend {config.parallel.backend.name}")
+        placement = ExpertPlacement.linear(config.model.num_experts, self._groups.world_size)
+        self._backend = create_backend(
+            config.parallel.backend.name,
+            self._groups,
+            placement,
+            config.fused_moe,
+            getattr(torch, config.model.dtype),
+            self._device,
+        )
+        check_backend(self._backend, self._groups, config, placement)
+        self._progress("loading the model")
+        self._faults.on_load()
+        return load_model(config, self._groups, self._backend, placement, self._progress)
+
+    def _size_kv_cache(self) -> tuple[KVCache, BlockManager, int]:
+        """The cache, its blocks, and L: agreed, since every rank takes the smallest number."""
+        config, block_size = self._config, self._config.cache.block_size
+        dtype = getattr(torch, config.model.dtype)
+        block_bytes = kv_bytes_per_block(config.model, block_size, dtype)
+        own = self._faults.kv_blocks(own_num_blocks(config, block_bytes, self._device))
+        num_blocks = min(gather_ints(self._groups, own))
+        max_model_len = decide_max_model_len(config, num_blocks, block_bytes)
+        logger.info(
+            "KV cache: %d blocks of %d tokens (%.1f MiB)%s; at most %d tokens per request",
+            num_blocks,
+            block_size,
+            num_blocks * block_bytes / MIB,
+            "" if num_blocks == own else f", the least of all ranks, not {own}",
+            max_model_len,
+        )
+        kv_cache = KVCache(config.model, num_blocks, block_size, dtype, self._device)
+        return kv_cache, BlockManager(num_blocks, block_size), max_model_len
+
+    def _scheduler(self, blocks: BlockManager, max_model_len: int) -> Scheduler:
+        return Scheduler(
+            self._config.scheduler, blocks, max_model_len, self._config.model.vocab_size
+        )
+
+    def _warm_up(
+        self, runner: ModelRunner, agreement: Agreement, blocks: BlockManager, max_model_len: int
+    ) -> None:
+        """One real step with the other ranks, on a made-up prompt whose results are dropped."""
+        scheduler = self._scheduler(blocks, max_model_len)
+        num_tokens = min(
+            MAX_WARM_UP_TOKENS,
+            max_model_len - 1,
+            self._config.scheduler.max_num_batched_tokens,
+        )
+        prompt = [token % self._config.model.vocab_size for token in range(num_tokens)]
+        params = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+        refused = scheduler.add(
+            AddRequest(request_id="warm-up", epoch=0, prompt_token_ids=prompt, params=params)
+        )
+        assert refused is None, refused
+        schedule = scheduler.schedule()
+        agreed = agreement.agree(WARM_UP_STEP_ID, schedule.num_tokens, RankState.WORKING, 0)
+        logits = runner.forward(schedule, agreed.dp_metadata)
+        (output,) = scheduler.update(schedule, sample(schedule, logits))
+        if output.error is not None:
+            raise ModelError(f"the warm-up step failed: {output.error}")
+
+    def _progress(self, phase: str) -> None:
+        logger.debug("%s", phase)
+        self._channel.send(RankProgress(self._groups.rank, phase))

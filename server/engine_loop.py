@@ -1,0 +1,171 @@
+"""The loop of one rank: the same steps and collectives on every rank, whatever its load."""
+
+import logging
+from typing import Protocol
+
+from moed.dist.agreement import Agreement, DecisionKind, RankState
+from moed.server.block_manager import BlockManager
+from moed.server.faults import Faults
+from moed.server.messages import (
+    AbortRequests,
+    AddRequest,
+    FromEngine,
+    RankStats,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    TokenOutput,
+    Wake,
+)
+from moed.server.model_runner import ModelRunner
+from moed.server.sampler import sample
+from moed.server.scheduler import Scheduler, refuse
+
+logger = logging.getLogger(__name__)
+
+# A sleeping rank waits for a message, not for time to pass; this only bounds one system call.
+SLEEP_WAIT_S = 60.0
+
+
+class Channel(Protocol):
+    """What the loop needs of `moed.server.channel.EngineChannel`."""
+
+    def receive(self) -> list[ToEngine]: ...
+
+    def wait(self, timeout_s: float) -> bool: ...
+
+    def send(self, message: FromEngine) -> None: ...
+
+
+class EngineLoop:
+    """Runs steps until all ranks agree to stop."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        runner: ModelRunner,
+        agreement: Agreement,
+        channel: Channel,
+        faults: Faults,
+        first_step_id: int,
+    ) -> None:
+        self._rank = rank
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._runner = runner
+        self._agreement = agreement
+        self._channel = channel
+        self._faults = faults
+        self._step_id = first_step_id
+        self._num_steps = 0
+        self._wake_number = 0
+        self._is_stopping = False
+        # Requests that ended while messages were read, sent with the next report.
+        self._early_outputs: list[TokenOutput] = []
+        self._last_stats = self._stats()
+
+    def run(self) -> None:
+        """Returns when all ranks stop together; raises what goes wrong in a step."""
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """One step; False once all ranks have agreed to stop."""
+        self._receive()
+        self._faults.on_step(self._step_id)
+        schedule = self._scheduler.schedule()
+        agreed = self._agreement.agree(
+            self._step_id, schedule.num_tokens, self._state, self._wake_number
+        )
+        self._step_id += 1
+        match agreed.decision.kind:
+            case DecisionKind.STOP:
+                self._report([])
+                return False
+            case DecisionKind.SLEEP:
+                self._sleep()
+                return True
+        logits = self._runner.forward(schedule, agreed.dp_metadata)
+        outputs = self._scheduler.update(schedule, sample(schedule, logits))
+        self._num_steps += 1
+        self._report(outputs)
+        return True
+
+    @property
+    def _state(self) -> RankState:
+        if self._is_stopping:
+            return RankState.STOPPING
+        return RankState.WORKING if self._scheduler.has_requests else RankState.IDLE
+
+    def _sleep(self) -> None:
+        """Wait for a wake number above the last one. Messages that come before it are taken in, but
+        no step is made: the other ranks may not have heard of them yet.
+        """
+        self._report([], if_anything_changed=True)
+        last = self._wake_number
+        while self._wake_number <= last:
+            self._channel.wait(SLEEP_WAIT_S)
+            self._receive()
+
+    def _receive(self) -> None:
+        for message in self._channel.receive():
+            match message:
+                case AddRequest():
+                    self._add(message)
+                case AbortRequests():
+                    self._scheduler.abort(message.request_ids)
+                case Wake():
+                    self._wake_number = max(self._wake_number, message.number)
+                case Shutdown():
+                    self._is_stopping = True
+                    self._scheduler.abort_all()
+
+    def _add(self, message: AddRequest) -> None:
+        if self._is_stopping:
+            output: TokenOutput | None = refuse(message, "the server is shutting down")
+        else:
+            output = self._scheduler.add(message)
+        if output is not None:
+            self._early_outputs.append(output)
+
+    def _report(self, outputs: list[TokenOutput], if_anything_changed: bool = False) -> None:
+        """Send outputs with the statistics; without outputs only when a gauge has changed, or, if
+        so asked, any counter.
+        """
+        outputs = [*self._early_outputs, *outputs]
+        stats = self._stats()
+        changed = (
+            stats != self._last_stats
+            if if_anything_changed
+            else _gauges(stats) != _gauges(self._last_stats)
+        )
+        if outputs or changed:
+            self._channel.send(StepOutputs(self._rank, outputs, stats))
+            self._early_outputs = []
+            self._last_stats = stats
+
+    def _stats(self) -> RankStats:
+        counters = self._scheduler.counters
+        return RankStats(
+            rank=self._rank,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_kv_blocks_used=self._blocks.num_used_blocks,
+            num_kv_blocks=self._blocks.num_blocks,
+            num_queued_tokens=self._scheduler.num_queued_tokens,
+            num_steps=self._num_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_generation_tokens=counters.num_generation_tokens,
+            num_preemptions=counters.num_preemptions,
+            max_step_tokens=counters.max_step_tokens,
+            num_moe_rows=self._runner.num_moe_rows,
+            num_finished=counters.num_finished,
+            num_aborted=counters.num_aborted,
+        )
+
+
+def _gauges(stats: RankStats) -> tuple[int, int]:
+    return (stats.num_running, stats.num_waiting)

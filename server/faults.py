@@ -1,0 +1,79 @@
+"""Faults on demand, for tests: parsed from `EngineConfig.fault_injection`.
+
+`kill:rank=1:step=20` SIGKILL in that step; `raise:rank=1:step=5` an exception in it;
+`fail_load:rank=1` loading fails; `kv_blocks:rank=1:blocks=48` that many KV blocks on that rank.
+Several are joined by `;`.
+"""
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moed.config.errors import ConfigError, ModelError
+
+logger = logging.getLogger(__name__)
+
+ARGUMENTS = {
+    "kill": {"rank", "step"},
+    "raise": {"rank", "step"},
+    "fail_load": {"rank"},
+    "kv_blocks": {"rank", "blocks"},
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, as written."""
+
+    text: str
+    kind: str
+    arguments: Mapping[str, int]
+
+
+class Faults:
+    """The faults of one rank; does nothing when there are none."""
+
+    def __init__(self, text: str | None, rank: int) -> None:
+        """Raises `ConfigError` for what cannot be parsed."""
+        every = [_parse(part.strip()) for part in (text or "").split(";") if part.strip()]
+        self._own = [fault for fault in every if fault.arguments["rank"] == rank]
+        for fault in self._own:
+            logger.warning("fault injection is on: %s", fault.text)
+
+    def on_load(self) -> None:
+        """Raises `ModelError` when loading is to fail."""
+        for fault in self._of("fail_load"):
+            raise ModelError(f"injected fault {fault.text}: the model could not be loaded")
+
+    def on_step(self, step_id: int) -> None:
+        """Ends the process, or raises `RuntimeError`, in the step that was named."""
+        for fault in self._of("raise"):
+            if fault.arguments["step"] == step_id:
+                raise RuntimeError(f"injected fault {fault.text}")
+        for fault in self._of("kill"):
+            if fault.arguments["step"] == step_id:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def kv_blocks(self, num_blocks: int) -> int:
+        """This rank's own number of KV blocks, before ranks agree."""
+        for fault in self._of("kv_blocks"):
+            num_blocks = fault.arguments["blocks"]
+        return num_blocks
+
+    def _of(self, kind: str) -> list[Fault]:
+        return [fault for fault in self._own if fault.kind == kind]
+
+
+def _parse(text: str) -> Fault:
+    kind, *pairs = text.split(":")
+    allowed = ARGUMENTS.get(kind)
+    given = dict(pair.partition("=")[::2] for pair in pairs)
+    if allowed is None or set(given) != allowed or not all(v.isdecimal() for v in given.values()):
+        shapes = ", ".join(
+            ":".join([name, *(f"{key}=N" for key in sorted(keys, reverse=True))])
+            for name, keys in ARGUMENTS.items()
+        )
+        raise ConfigError(f"fault injection {text!r} is not understood; known are {shapes}")
+    return Fault(text, kind, {key: int(value) for key, value in given.items()})

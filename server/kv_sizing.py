@@ -1,0 +1,73 @@
+"""How many KV blocks a rank can hold, and the model length that follows."""
+
+import psutil
+import torch
+
+from moed.config.engine_config import EngineConfig
+from moed.config.errors import ConfigError
+
+# On a CPU the memory is shared with everything else on the machine, and more than this serves more
+# than a CPU can compute; `--kv-cache-memory` goes beyond both.
+CPU_SHARE = 0.5
+CPU_MAX_BYTES = 4 * 1024**3
+MIB = 1024**2
+
+
+def own_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
+    """Blocks that this rank alone would have: as set, or from memory; call it with the model
+    loaded. May be 0.
+    """
+    cache = config.cache
+    if cache.num_kv_blocks is not None:
+        return cache.num_kv_blocks
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes // block_bytes
+    return min(_free_bytes(config, device) // block_bytes, num_useful_blocks(config))
+
+
+def num_useful_blocks(config: EngineConfig) -> int:
+    """Blocks for S requests of the greatest length: more would never be used."""
+    longest = config.scheduler.max_model_len or config.model.max_position_embeddings
+    return config.scheduler.max_num_seqs * -(-longest // config.cache.block_size)
+
+
+def _free_bytes(config: EngineConfig, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        used = total - free
+        return max(0, int(total * config.cache.gpu_memory_utilization) - used)
+    available = psutil.virtual_memory().available // config.parallel.num_local_ranks
+    return min(int(available * CPU_SHARE), CPU_MAX_BYTES)
+
+
+def decide_max_model_len(config: EngineConfig, num_blocks: int, block_bytes: int) -> int:
+    """L: as set, or for `auto` what fits in `num_blocks` and in the model's positions.
+
+    Raises `ConfigError` when a request of length L could never fit.
+    """
+    block_size = config.cache.block_size
+    capacity = num_blocks * block_size
+    scheduler = config.scheduler
+    fits = (
+        f"{num_blocks} KV blocks of {block_size} tokens ({num_blocks * block_bytes / MIB:.1f} MiB) "
+        f"hold {capacity} tokens"
+    )
+    if scheduler.max_model_len is not None:
+        if scheduler.max_model_len > capacity:
+            needed = -(-scheduler.max_model_len // block_size)
+            raise ConfigError(
+                f"max_model_len is {scheduler.max_model_len}, which needs {needed} KV blocks "
+                f"({needed * block_bytes / MIB:.1f} MiB on each rank), but {fits}; lower "
+                "--max-model-len (or give auto), or raise --num-kv-blocks or --kv-cache-memory"
+            )
+        return scheduler.max_model_len
+    longest = min(config.model.max_position_embeddings, capacity)
+    if not scheduler.enable_chunked_prefill:
+        # A longer prompt would not go in one step.
+        longest = min(longest, scheduler.max_num_batched_tokens)
+    if longest < 2:
+        raise ConfigError(
+            f"no request fits: {fits}, and a prompt token and an output token need 2; raise "
+            "--num-kv-blocks or --kv-cache-memory"
+        )
+    return longest

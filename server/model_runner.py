@@ -1,0 +1,97 @@
+"""From the scheduler's choice to logits: builds the batch and runs the model, nothing else.
+
+Legend: T tokens, R requests, P the most blocks any holds, J rows of logits.
+"""
+
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from moed.dist.dp_metadata import DPMetadata
+from moed.moe.batch import ForwardBatch
+from moed.moe.kv_cache import KVCache
+from moed.server.scheduler import Schedule
+
+
+class Model(Protocol):
+    """What the runner needs of `moed.moe.model.Decoder`."""
+
+    @property
+    def num_moe_rows(self) -> int:
+        """Rows that this rank's experts have computed."""
+        ...
+
+    def forward(
+        self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
+    ) -> torch.Tensor:
+        """Logits [J, V] float32."""
+        ...
+
+
+def make_batch(schedule: Schedule, block_size: int, device: torch.device) -> ForwardBatch:
+    """The step's tensors, built in numpy and moved once each. Legal for a step without work."""
+    requests = [scheduled.request for scheduled in schedule.requests]
+    query_lens = [scheduled.num_tokens for scheduled in schedule.requests]
+    starts = [request.num_computed_tokens for request in requests]
+    block_tables = np.zeros(
+        (len(requests), max((len(r.block_ids) for r in requests), default=0)), dtype=np.int64
+    )
+    for row, request in enumerate(requests):
+        block_tables[row, : len(request.block_ids)] = np.frombuffer(request.block_ids, np.int64)
+    token_ids = np.fromiter(
+        chain.from_iterable(
+            request.token_ids[start : start + count]
+            for request, start, count in zip(requests, starts, query_lens, strict=True)
+        ),
+        dtype=np.int64,
+        count=schedule.num_tokens,
+    )
+    # First row of each request, and each row's request.
+    offsets = np.cumsum([0, *query_lens], dtype=np.int64)[:-1]
+    owners = np.repeat(np.arange(len(requests)), np.asarray(query_lens, dtype=np.int64))
+    shifts = np.asarray(starts, dtype=np.int64) - offsets
+    positions = np.arange(schedule.num_tokens) + shifts[owners]
+    slots = block_tables[owners, positions // block_size] * block_size + positions % block_size
+    logits_rows = [
+        position - shift
+        for scheduled, shift in zip(schedule.requests, shifts.tolist(), strict=True)
+        for position in scheduled.logits_positions
+    ]
+
+    def tensor(values: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> torch.Tensor:
+        return torch.from_numpy(values).to(device, non_blocking=True)
+
+    return ForwardBatch(
+        token_ids=tensor(token_ids),
+        positions=tensor(positions),
+        slot_mapping=tensor(slots),
+        query_lens=tuple(query_lens),
+        context_lens=tuple(a + b for a, b in zip(starts, query_lens, strict=True)),
+        block_tables=tensor(block_tables),
+        logits_indices=tensor(np.asarray(logits_rows, dtype=np.int64)),
+    )
+
+
+class ModelRunner:
+    """The model and its KV cache on one rank."""
+
+    def __init__(
+        self, model: Model, kv_cache: KVCache, block_size: int, device: torch.device
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._block_size = block_size
+        self._device = device
+
+    @property
+    def num_moe_rows(self) -> int:
+        """Rows that this rank's experts have computed since the start."""
+        return self._model.num_moe_rows
+
+    @torch.inference_mode()
+    def forward(self, schedule: Schedule, dp_metadata: DPMetadata) -> torch.Tensor:
+        """Logits [J, V] float32. Every rank calls it in the same steps, with or without tokens."""
+        batch = make_batch(schedule, self._block_size, self._device)
+        return self._model.forward(batch, self._kv_cache, dp_metadata)

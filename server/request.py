@@ -1,0 +1,110 @@
+"""What the engine knows of one request. All of it can be rebuilt from prompt, parameters and output
+tokens: `num_computed_tokens` and `block_ids` only say how far the KV cache holds them on this rank.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from moed.server.messages import AddRequest, SamplingParams, TokenLogprobs
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """One request on one rank. The scheduler alone changes it."""
+
+    request_id: str
+    epoch: int
+    params: SamplingParams
+    priority: int
+    arrival: int
+    """Place in the order of arrival; kept through preemption."""
+    num_prompt_tokens: int
+    token_ids: list[int]
+    """Prompt, then output."""
+    max_num_tokens: int
+    """Prompt plus output tokens at which it ends: by `max_tokens`, or by L."""
+    num_sent_tokens: int
+    """Output tokens that the front end has, or that another engine has sent."""
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    """One per prompt token as far as known, so that preemption repeats none; None: not asked for,
+    or already sent.
+    """
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    """Tokens whose K and V are in the cache."""
+    num_counted_prompt_tokens: int = 0
+    """Prompt tokens that the rank's counter has seen."""
+    block_ids: "array[int]" = field(default_factory=lambda: array("q"))
+
+    @classmethod
+    def from_message(cls, message: AddRequest, arrival: int, max_model_len: int) -> "Request":
+        """A request at its start, or where another engine left it. The message must have been
+        checked before.
+        """
+        num_prompt_tokens = len(message.prompt_token_ids)
+        # The first output carries the prompt's log-probabilities: with outputs, they have been
+        # sent.
+        wants_prompt_logprobs = (
+            message.params.prompt_logprobs is not None and not message.output_token_ids
+        )
+        return cls(
+            request_id=message.request_id,
+            epoch=message.epoch,
+            params=message.params,
+            priority=message.priority,
+            arrival=arrival,
+            num_prompt_tokens=num_prompt_tokens,
+            token_ids=[*message.prompt_token_ids, *message.output_token_ids],
+            max_num_tokens=min(num_prompt_tokens + message.params.max_tokens, max_model_len),
+            num_sent_tokens=len(message.output_token_ids),
+            prompt_logprobs=[None] if wants_prompt_logprobs else None,
+        )
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Order of service: lower priority numbers first, then who came first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """1 for a decode; more while the prompt, or what preemption dropped, is computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_computed_tokens > 0 and self.num_uncomputed_tokens == 1
+
+    @property
+    def wants_token(self) -> bool:
+        """False when only its prompt is scored: `max_tokens` is 0."""
+        return self.num_tokens < self.max_num_tokens
+
+    @property
+    def has_unsent_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None
+
+    def finish_reason(self) -> str | None:
+        """ "stop" or "length" when the tokens so far end it, else None."""
+        num_output_tokens = self.num_output_tokens
+        if (
+            num_output_tokens > 0
+            and num_output_tokens >= self.params.min_tokens
+            and self.token_ids[-1] in self.params.stop_token_ids
+        ):
+            return "stop"
+        return "length" if self.num_tokens >= self.max_num_tokens else None

@@ -1,0 +1,197 @@
+"""From logits to tokens, for all requests of a step together.
+
+Legend: J rows of logits, R requests that choose a token, V vocabulary.
+
+Order, as in vLLM's V1 engine: log-probabilities of the distribution as the model gave it; then
+`logit_bias`; `min_tokens` (stop tokens are ruled out); repetition, frequency and presence
+penalties; greedy requests take the first maximum; the others go on with temperature, `min_p`,
+`top_k`, `top_p`, and one draw.
+
+A draw is a pure function of (seed, output index): one number from a counter-based generator, looked
+up in the cumulated probabilities *in vocabulary order*, so that a rounding difference in a logit
+moves a border a little and never reorders them. No row's result depends on another row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moed.server.logits_rules import apply_rules
+from moed.server.logprobs import Wanted, token_logprobs
+from moed.server.messages import SamplingParams, TokenLogprobs
+from moed.server.request import Request
+from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
+
+# A smaller temperature is greedy: nothing but an all but exact tie could be drawn differently.
+GREEDY_TEMPERATURE = 1e-5
+
+NOT_FINITE = "the model's logits are not finite numbers; the checkpoint or its dtype is at fault"
+NOTHING_LEFT = "logit_bias and min_tokens leave no token to choose"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where one scheduled request's logits lie: `start` to `end` of J; it chooses by the last."""
+
+    scheduled: ScheduledRequest
+    start: int
+    end: int
+
+    @property
+    def chooses(self) -> bool:
+        return self.scheduled.samples and self.scheduled.request.wants_token
+
+
+@dataclass(frozen=True)
+class _Choice:
+    token_id: int
+    is_possible: bool
+
+
+def sample(schedule: Schedule, logits: torch.Tensor) -> list[Sampled]:
+    """One result per scheduled request. `logits` [J, V] float32, unchanged, J rows in the order of
+    the requests' `logits_positions`.
+
+    Logits that are not numbers give their request an error and leave the others alone.
+    """
+    if logits.shape[0] == 0:
+        return [Sampled(None, None, (), None) for _ in schedule.requests]
+    ends: list[int] = np.cumsum([len(s.logits_positions) for s in schedule.requests]).tolist()
+    parts = [
+        _Rows(scheduled, end - len(scheduled.logits_positions), end)
+        for scheduled, end in zip(schedule.requests, ends, strict=True)
+    ]
+    choices = _choose(parts, logits)
+    wanted = [_wanted(rows, choice) for rows, choice in zip(parts, choices, strict=True)]
+    scores = iter(token_logprobs(logits, [entry for entries in wanted for entry in entries]))
+    # False for NaN too, which `amax` passes on.
+    is_finite: list[bool] = logits.amax(dim=1).isfinite().tolist()
+    return [
+        _result(
+            rows, choice, [next(scores) for _ in entries], all(is_finite[rows.start : rows.end])
+        )
+        for rows, choice, entries in zip(parts, choices, wanted, strict=True)
+    ]
+
+
+def _choose(parts: list[_Rows], logits: torch.Tensor) -> list[_Choice | None]:
+    """For each request that chooses a token in this step, its choice."""
+    choosing = [rows for rows in parts if rows.chooses]
+    last = torch.tensor([rows.end - 1 for rows in choosing], dtype=torch.int64)
+    token_ids, is_possible = choose_tokens(
+        logits[last.to(logits.device)], [rows.scheduled.request for rows in choosing]
+    )
+    found = map(_Choice, token_ids.tolist(), is_possible.tolist())
+    return [next(found) if rows.chooses else None for rows in parts]
+
+
+def _wanted(rows: _Rows, choice: _Choice | None) -> list[Wanted]:
+    """The log-probabilities that one request wants: of its prompt, then of the chosen token."""
+    request, params = rows.scheduled.request, rows.scheduled.request.params
+    wanted = [
+        Wanted(row, request.token_ids[position + 1], params.prompt_logprobs or 0)
+        for row, position in enumerate(rows.scheduled.prompt_logprob_positions, rows.start)
+    ]
+    if choice is not None and params.logprobs is not None:
+        wanted.append(Wanted(rows.end - 1, choice.token_id, params.logprobs))
+    return wanted
+
+
+def _result(
+    rows: _Rows, choice: _Choice | None, scores: list[TokenLogprobs], is_finite: bool
+) -> Sampled:
+    num_prompt = len(rows.scheduled.prompt_logprob_positions)
+    error = None
+    if not is_finite:
+        error = NOT_FINITE
+    elif choice is not None and not choice.is_possible:
+        error = NOTHING_LEFT
+    return Sampled(
+        token_id=None if choice is None else choice.token_id,
+        logprobs=scores[num_prompt] if len(scores) > num_prompt else None,
+        prompt_logprobs=scores[:num_prompt],
+        error=error,
+    )
+
+
+def choose_tokens(
+    logits: torch.Tensor, requests: Sequence[Request]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each request: ([R] int64, [R] bool, False where no token was left).
+
+    `logits` [R, V] float32 is overwritten.
+    """
+    apply_rules(logits, requests)
+    token_ids = logits.argmax(dim=1)
+    is_possible = logits.amax(dim=1).isfinite()
+    drawing = [i for i, r in enumerate(requests) if r.params.temperature >= GREEDY_TEMPERATURE]
+    if drawing:
+        rows = torch.tensor(drawing, device=logits.device)
+        # Rows without a finite maximum are lost anyhow; zeros keep their arithmetic harmless.
+        usable = torch.where(is_possible[rows, None], logits[rows], 0.0)
+        weights = filtered_weights(usable, [requests[i].params for i in drawing])
+        numbers = [uniform(requests[i].params.seed, requests[i].num_output_tokens) for i in drawing]
+        token_ids[rows] = draw(weights, numbers)
+    return token_ids, is_possible
+
+
+def filtered_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Probabilities times a factor, [R, V] float64, 0 for tokens that are filtered out.
+
+    The largest of each row is 1: nothing overflows, however small the temperature.
+    """
+    temperatures = _column([p.temperature for p in params], logits)
+    shifted = logits.double() - logits.amax(dim=1, keepdim=True)
+    weights = torch.exp(shifted / temperatures)
+    if any(p.min_p > 0 for p in params):
+        weights *= weights >= _column([p.min_p for p in params], logits)
+    limits = [p.top_k if 0 < p.top_k < logits.shape[1] else logits.shape[1] for p in params]
+    _keep_top_k(weights, limits)
+    narrowed = [i for i, p in enumerate(params) if p.top_p < 1]
+    if narrowed:
+        rows = torch.tensor(narrowed, device=logits.device)
+        shares = _column([params[i].top_p for i in narrowed], logits)
+        weights[rows] = _keep_top_p(weights[rows], shares)
+    return weights
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
+    """Zero all but each row's largest, in place; those equal to the last one kept stay too."""
+    by_limit = {k: [i for i, own in enumerate(limits) if own == k] for k in set(limits)}
+    by_limit.pop(weights.shape[1], None)
+    for limit, places in by_limit.items():
+        rows = torch.tensor(places, device=weights.device)
+        smallest = weights[rows].topk(limit, dim=1).values[:, -1:]
+        weights[rows] = torch.where(weights[rows] >= smallest, weights[rows], 0.0)
+
+
+def _keep_top_p(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Zero all but the smallest set of likeliest tokens that holds at least a share of the mass;
+    among equal ones the lower id goes first. The likeliest token always stays.
+    """
+    ordered, token_ids = weights.sort(dim=1, descending=True, stable=True)
+    sums = ordered.cumsum(dim=1)
+    ahead = sums - ordered
+    is_kept = ahead < shares * sums[:, -1:]
+    is_kept[:, 0] = True
+    return torch.zeros_like(weights).scatter(1, token_ids, ordered * is_kept)
+
+
+def uniform(seed: int, output_index: int) -> float:
+    """The one number in [0, 1) that decides output `output_index` of a request with this seed."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=output_index)).random())
+
+
+def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+    """[R] int64: the token whose stretch of the cumulated `weights` [R, V] holds the number."""
+    sums = weights.cumsum(dim=1)
+    total = sums[:, -1:]
+    # Rounding could lift the product to the total itself, beyond the last token.
+    targets = torch.minimum(_column(list(numbers), weights) * total, total.nextafter(total * 0))
+    return torch.searchsorted(sums, targets, right=True)[:, 0]
