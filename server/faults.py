@@ -16,10 +16,10 @@ from moed.config.errors import ConfigError, ModelError
 logger = logging.getLogger(__name__)
 
 ARGUMENTS = {
-    "kill": {"rank", "step"},
-    "raise": {"rank", "step"},
-    "fail_load": {"rank"},
-    "kv_blocks": {"rank", "blocks"},
+    "kill": ("rank", "step"),
+    "raise": ("rank", "step"),
+    "fail_load": ("rank",),
+    "kv_blocks": ("rank", "blocks"),
 }
 
 
@@ -70,10 +70,9 @@ def _parse(text: str) -> Fault:
     kind, *pairs = text.split(":")
     allowed = ARGUMENTS.get(kind)
     given = dict(pair.partition("=")[::2] for pair in pairs)
-    if allowed is None or set(given) != allowed or not all(v.isdecimal() for v in given.values()):
+    if allowed is None or tuple(given) != allowed or not all(v.isdecimal() for v in given.values()):
         shapes = ", ".join(
-            ":".join([name, *(f"{key}=N" for key in sorted(keys, reverse=True))])
-            for name, keys in ARGUMENTS.items()
+            ":".join([name, *(f"{key}=N" for key in keys)]) for name, keys in ARGUMENTS.items()
         )
         raise ConfigError(f"fault injection {text!r} is not understood; known are {shapes}")
     return Fault(text, kind, {key: int(value) for key, value in given.items()})

@@ -1,5 +1,8 @@
 """How many KV blocks a rank can hold, and the model length that follows."""
 
+import math
+import pathlib
+
 import psutil
 import torch
 
@@ -11,6 +14,9 @@ from moed.config.errors import ConfigError
 CPU_SHARE = 0.5
 CPU_MAX_BYTES = 4 * 1024**3
 MIB = 1024**2
+
+CGROUP = pathlib.Path("/sys/fs/cgroup")
+CGROUP_FILES = ("memory.max", "memory.current")
 
 
 def own_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
@@ -36,8 +42,17 @@ def _free_bytes(config: EngineConfig, device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         used = total - free
         return max(0, int(total * config.cache.gpu_memory_utilization) - used)
-    available = psutil.virtual_memory().available // config.parallel.num_local_ranks
-    return min(int(available * CPU_SHARE), CPU_MAX_BYTES)
+    share = min(psutil.virtual_memory().available, _container_bytes())
+    return min(int(share / config.parallel.num_local_ranks * CPU_SHARE), CPU_MAX_BYTES)
+
+
+def _container_bytes() -> float:
+    """What the container's memory limit leaves, which the machine's free memory does not tell."""
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in CGROUP_FILES)
+    except OSError:
+        return math.inf
+    return math.inf if limit == "max" else max(0, int(limit) - int(used))
 
 
 def decide_max_model_len(config: EngineConfig, num_blocks: int, block_bytes: int) -> int:

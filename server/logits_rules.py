@@ -38,6 +38,18 @@ class _Entries:
         return (rows, token_ids), values
 
 
+def is_ruled(request: Request) -> bool:
+    """True when `apply_rules` could change its logits."""
+    params = request.params
+    return bool(
+        params.logit_bias
+        or request.num_output_tokens < params.min_tokens
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+    )
+
+
 def apply_rules(logits: torch.Tensor, requests: Sequence[Request]) -> None:
     """Bias, `min_tokens`, then penalties, on `logits` [R, V] float32 in place."""
     _add_bias(logits, requests)

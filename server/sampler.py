@@ -12,13 +12,13 @@ up in the cumulated probabilities *in vocabulary order*, so that a rounding diff
 moves a border a little and never reorders them. No row's result depends on another row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from moed.server.logits_rules import apply_rules
+from moed.server.logits_rules import apply_rules, is_ruled
 from moed.server.logprobs import Wanted, token_logprobs
 from moed.server.messages import SamplingParams, TokenLogprobs
 from moed.server.request import Request
@@ -50,6 +50,7 @@ class _Choice:
     is_possible: bool
 
 
+@torch.inference_mode()
 def sample(schedule: Schedule, logits: torch.Tensor) -> list[Sampled]:
     """One result per scheduled request. `logits` [J, V] float32, unchanged, J rows in the order of
     the requests' `logits_positions`.
@@ -63,28 +64,44 @@ def sample(schedule: Schedule, logits: torch.Tensor) -> list[Sampled]:
         _Rows(scheduled, end - len(scheduled.logits_positions), end)
         for scheduled, end in zip(schedule.requests, ends, strict=True)
     ]
-    choices = _choose(parts, logits)
+    # A maximum is NaN when any logit is.
+    maxima, most_likely = logits.max(dim=1)
+    is_finite: list[bool] = maxima.isfinite().tolist()
+    choices = _choose(parts, logits, most_likely.tolist())
     wanted = [_wanted(rows, choice) for rows, choice in zip(parts, choices, strict=True)]
     scores = iter(token_logprobs(logits, [entry for entries in wanted for entry in entries]))
-    # False for NaN too, which `amax` passes on.
-    is_finite: list[bool] = logits.amax(dim=1).isfinite().tolist()
-    return [
-        _result(
-            rows, choice, [next(scores) for _ in entries], all(is_finite[rows.start : rows.end])
-        )
-        for rows, choice, entries in zip(parts, choices, wanted, strict=True)
-    ]
+    results = []
+    for rows, choice, entries in zip(parts, choices, wanted, strict=True):
+        scored = [next(scores) for _ in entries]
+        results.append(_result(rows, choice, scored, all(is_finite[rows.start : rows.end])))
+    return results
 
 
-def _choose(parts: list[_Rows], logits: torch.Tensor) -> list[_Choice | None]:
-    """For each request that chooses a token in this step, its choice."""
-    choosing = [rows for rows in parts if rows.chooses]
-    last = torch.tensor([rows.end - 1 for rows in choosing], dtype=torch.int64)
-    token_ids, is_possible = choose_tokens(
-        logits[last.to(logits.device)], [rows.scheduled.request for rows in choosing]
-    )
-    found = map(_Choice, token_ids.tolist(), is_possible.tolist())
-    return [next(found) if rows.chooses else None for rows in parts]
+def _choose(
+    parts: list[_Rows], logits: torch.Tensor, most_likely: list[int]
+) -> list[_Choice | None]:
+    """For each request that chooses a token in this step, its choice. Plain greedy ones, the usual
+    load, cost nothing more than the maximum that is known already.
+    """
+    special = [r for r in parts if r.chooses and not _is_plain(r.scheduled.request)]
+    found: Iterator[_Choice] = iter(())
+    if special:
+        last = torch.tensor([rows.end - 1 for rows in special], device=logits.device)
+        tokens, is_possible = choose_tokens(logits[last], [r.scheduled.request for r in special])
+        found = map(_Choice, tokens.tolist(), is_possible.tolist())
+    choices: list[_Choice | None] = []
+    for rows in parts:
+        if not rows.chooses:
+            choices.append(None)
+        elif _is_plain(rows.scheduled.request):
+            choices.append(_Choice(most_likely[rows.end - 1], True))
+        else:
+            choices.append(next(found))
+    return choices
+
+
+def _is_plain(request: Request) -> bool:
+    return request.params.temperature < GREEDY_TEMPERATURE and not is_ruled(request)
 
 
 def _wanted(rows: _Rows, choice: _Choice | None) -> list[Wanted]:
