@@ -15,7 +15,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One request on one rank. The scheduler alone changes it."""
 
