@@ -24,6 +24,21 @@ ANY_BACKEND = BackendCapabilities(
 )
 
 
+SMALL: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
 def engine_config(
     *,
     backend: BackendCapabilities = ANY_BACKEND,
@@ -41,21 +56,7 @@ def engine_config(
     fault_injection: str | None = None,
 ) -> EngineConfig:
     """`hf_config` (a config.json) fills the sizes of the model; without it they are small."""
-    hf = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 97,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "max_position_embeddings": max_position_embeddings,
-        **(hf_config or {}),
-    }
+    hf = hf_config or {**SMALL, "max_position_embeddings": max_position_embeddings}
     return EngineConfig(
         model=ModelConfig(
             path=path,
@@ -73,7 +74,7 @@ def engine_config(
             num_kv_heads=hf["num_key_value_heads"],
             head_dim=hf["head_dim"],
             vocab_size=hf["vocab_size"],
-            num_experts=hf["num_experts"],
+            num_experts=hf["num_local_experts"],
             top_k=hf["num_experts_per_tok"],
             moe_intermediate_size=hf["moe_intermediate_size"],
             max_position_embeddings=hf["max_position_embeddings"],

@@ -2,6 +2,7 @@
 
 import pathlib
 
+import psutil
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ def test_number_then_bytes_then_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Memory:
         available = 100_000
 
-    monkeypatch.setattr(kv_sizing.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
     shared = engine_config(num_kv_blocks=None, max_model_len=30, ranks=2)
     assert own_num_blocks(shared, 1000, CPU) == 25
 

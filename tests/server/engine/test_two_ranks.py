@@ -24,35 +24,34 @@ NUM_BLOCKS = 24
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen3MoeForCausalLM:
+def model() -> Any:
     """Weights large enough that greedy choices are decisive and depend on the whole context."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        intermediate_size=16,
-        max_position_embeddings=256,
-        initializer_range=0.4,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        mlp_only_layers=[],
-        decoder_sparse_step=1,
-    )
-    return Qwen3MoeForCausalLM(config).float().eval()
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "intermediate_size": 16,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.4,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
+    made: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    return made.to(torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def checkpoint(
-    model: Qwen3MoeForCausalLM, tmp_path_factory: pytest.TempPathFactory
-) -> pathlib.Path:
+def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(folder)
     return folder
@@ -90,12 +89,13 @@ def group(checkpoint: pathlib.Path) -> Iterator[RankGroup]:
 
 
 @torch.inference_mode()
-def logits_of(model: Qwen3MoeForCausalLM, tokens: list[int]) -> torch.Tensor:
+def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
     """[tokens, V] float32."""
-    return model(torch.tensor([tokens])).logits[0].float()
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.float()
 
 
-def greedy(model: Qwen3MoeForCausalLM, prompt: list[int], count: int) -> list[int]:
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(logits_of(model, tokens)[-1].argmax()))
@@ -112,7 +112,7 @@ def test_block_count_is_the_minimum_and_known_to_all(group: RankGroup) -> None:
     assert set(group.ready[0].startup_s) == {"import", "rendezvous", "load", "warm_up"}
 
 
-def test_mixed_load_equals_transformers(group: RankGroup, model: Qwen3MoeForCausalLM) -> None:
+def test_mixed_load_equals_transformers(group: RankGroup, model: Any) -> None:
     """Prompts below, at and above B on both ranks, arriving while others decode."""
     lengths = [1, B, B + 1, 2, 3 * B, 7, B - 1, 33]
     for number, length in enumerate(lengths):
@@ -129,7 +129,7 @@ def test_mixed_load_equals_transformers(group: RankGroup, model: Qwen3MoeForCaus
     assert group.stats[0].num_steps == group.stats[1].num_steps
 
 
-def test_preemption_changes_nothing(group: RankGroup, model: Qwen3MoeForCausalLM) -> None:
+def test_preemption_changes_nothing(group: RankGroup, model: Any) -> None:
     """Four requests of 40 tokens each need 40 blocks of 24, and all of them on one rank."""
     before = group.stats[1].num_preemptions if 1 in group.stats else 0
     for number in range(4):
@@ -156,7 +156,7 @@ def test_preemption_changes_nothing(group: RankGroup, model: Qwen3MoeForCausalLM
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_prompt_logprobs_in_pieces_equal_transformers(
-    group: RankGroup, model: Qwen3MoeForCausalLM, max_tokens: int
+    group: RankGroup, model: Any, max_tokens: int
 ) -> None:
     prompt = prompt_of(3, 3 * B + 1)
     name = f"scored-{max_tokens}"
@@ -201,9 +201,7 @@ def test_seeded_draws_do_not_depend_on_rank_or_company(group: RankGroup) -> None
     assert rest == group.tokens("alone")[5:]
 
 
-def test_aborts_and_bad_requests_leave_nothing_behind(
-    group: RankGroup, model: Qwen3MoeForCausalLM
-) -> None:
+def test_aborts_and_bad_requests_leave_nothing_behind(group: RankGroup, model: Any) -> None:
     for number in range(12):
         group.add(number % 2, make_request(f"gone-{number}", prompt_of(number, 20), 40))
     group.add(0, make_request("bad", [VOCAB_SIZE], 1))
