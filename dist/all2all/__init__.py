@@ -1,0 +1,1 @@
+"""Dispatch and combine: how rows reach the ranks of their experts and come home."""

@@ -1,0 +1,64 @@
+"""The one place that reads and writes `os.environ`, and what else describes the machine."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+TORCHRUN_MARKER = "TORCHELASTIC_RUN_ID"
+
+
+def environment() -> Mapping[str, str]:
+    """The variables of this process, for settings that come from them."""
+    return os.environ
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable for libraries that read it at start, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True)
+class TorchrunVariables:
+    """What torchrun tells each of its workers."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def read_torchrun_environment() -> TorchrunVariables | None:
+    """torchrun's variables, or None when its own marker or any of them is missing or malformed.
+
+    They may have leaked from a parent job: `moed.dist.launch` also looks at the parent process.
+    """
+    values = os.environ
+    if TORCHRUN_MARKER not in values:
+        return None
+    try:
+        return TorchrunVariables(
+            rank=int(values["RANK"]),
+            world_size=int(values["WORLD_SIZE"]),
+            local_rank=int(values["LOCAL_RANK"]),
+            local_world_size=int(values["LOCAL_WORLD_SIZE"]),
+            master_addr=values["MASTER_ADDR"],
+            master_port=int(values["MASTER_PORT"]),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its CPU set, and a container's CPU quota (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = cores or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    if quota == "max":
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))

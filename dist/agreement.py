@@ -1,0 +1,198 @@
+"""The one coordination of a step: gather a small record of every rank, decide the same from it.
+
+What follows from the records (run, sleep, stop) is the pure function `decide`. A rank sleeps only
+when all are idle and all have seen the same wake number, and wakes on a higher one; it never steps
+by itself. So ranks always issue the same collectives in the same order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+
+import torch
+import torch.distributed as dist
+
+from moed.config.engine_config import ParallelConfig
+from moed.config.errors import PeerLost, RankMismatch
+from moed.dist.dp_metadata import DPMetadata
+from moed.dist.groups import Groups, collective_errors
+
+
+class RankState(IntEnum):
+    """What a rank says of itself."""
+
+    IDLE = 0
+    WORKING = 1
+    DRAINING = 2
+    """Takes no new work, finishes what it has."""
+    STOPPING = 3
+    """Has dropped its work and will leave with the others."""
+    FAILED = 4
+    """Will raise after this step's agreement; the others must not wait for it."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One rank's entry in the step's gather: six int64."""
+
+    step_id: int
+    num_tokens: int
+    state: RankState
+    wake_number: int
+    graph_bucket: int
+    """Rows of the CUDA graph that this rank could replay; 0 for eager."""
+    config_digest: int
+
+    def to_ints(self) -> list[int]:
+        return [
+            self.step_id,
+            self.num_tokens,
+            int(self.state),
+            self.wake_number,
+            self.graph_bucket,
+            self.config_digest,
+        ]
+
+    @classmethod
+    def from_ints(cls, values: Sequence[int]) -> "StepRecord":
+        step_id, num_tokens, state, wake_number, graph_bucket, config_digest = values
+        return cls(step_id, num_tokens, RankState(state), wake_number, graph_bucket, config_digest)
+
+
+NUM_FIELDS = 6
+
+
+class DecisionKind(Enum):
+    RUN = auto()
+    SLEEP = auto()
+    STOP = auto()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do next."""
+
+    kind: DecisionKind
+    graph_bucket: int = 0
+    """The bucket that every rank replays, 0 for eager: the largest asked for, unless any rank runs
+    more than it holds or none."""
+
+
+def decide(records: Sequence[StepRecord]) -> Decision:
+    """What follows from the records of one step; the same on every rank.
+
+    Raises `RankMismatch` when step ids or digests differ, `PeerLost` when a rank says it failed.
+    """
+    for key in ("step_id", "config_digest"):
+        values = {getattr(record, key) for record in records}
+        if len(values) > 1:
+            listed = ", ".join(
+                f"rank {rank}: {getattr(record, key)}" for rank, record in enumerate(records)
+            )
+            raise RankMismatch(
+                f"the ranks differ in {key} ({listed}); they must be started together, with the "
+                "same settings and model"
+            )
+    failed = [rank for rank, record in enumerate(records) if record.state is RankState.FAILED]
+    if failed:
+        raise PeerLost(f"rank {failed[0]} has failed; its own error says why")
+    if all(record.state is RankState.STOPPING for record in records):
+        return Decision(DecisionKind.STOP)
+    is_idle = all(record.state is RankState.IDLE and record.num_tokens == 0 for record in records)
+    if is_idle and len({record.wake_number for record in records}) == 1:
+        return Decision(DecisionKind.SLEEP)
+    buckets = [record.graph_bucket for record in records if record.num_tokens]
+    return Decision(DecisionKind.RUN, max(buckets) if buckets and all(buckets) else 0)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """One step's agreement."""
+
+    decision: Decision
+    dp_metadata: DPMetadata
+    records: tuple[StepRecord, ...]
+
+
+class Agreement:
+    """Holds the buffers of the gather, so that a step allocates nothing for it."""
+
+    def __init__(self, groups: Groups, parallel: ParallelConfig, config_digest: int) -> None:
+        self._groups = groups
+        self._parallel = parallel
+        self._config_digest = config_digest
+        on_gpu = groups.device_type == "cuda"
+        device = torch.device(groups.device_type)
+        self._own = torch.zeros(NUM_FIELDS, dtype=torch.int64, pin_memory=on_gpu)
+        self._own_on_device = torch.zeros(NUM_FIELDS, dtype=torch.int64, device=device)
+        self._all = torch.zeros(groups.world_size * NUM_FIELDS, dtype=torch.int64, device=device)
+
+    def agree(
+        self,
+        step_id: int,
+        num_tokens: int,
+        state: RankState,
+        wake_number: int,
+        graph_bucket: int = 0,
+    ) -> Agreed:
+        """Collective, once per step. Raises `RankMismatch` or `PeerLost`, on every rank alike."""
+        own = StepRecord(step_id, num_tokens, state, wake_number, graph_bucket, self._config_digest)
+        records = self._gather(own)
+        decision = decide(records)
+        sizes = torch.tensor([record.num_tokens for record in records], dtype=torch.int32)
+        dp_metadata = DPMetadata.make(
+            self._parallel, num_tokens, sizes, rank=self._groups.rank, step_id=step_id
+        )
+        return Agreed(decision, dp_metadata, records)
+
+    def _gather(self, own: StepRecord) -> tuple[StepRecord, ...]:
+        if self._groups.world_size == 1:
+            return (own,)
+        self._own[:] = torch.tensor(own.to_ints())
+        self._own_on_device.copy_(self._own, non_blocking=True)
+        with collective_errors(f"agreement of step {own.step_id}"):
+            dist.all_gather_single(self._all, self._own_on_device, group=self._groups.agreement)
+        rows = self._all.view(self._groups.world_size, NUM_FIELDS).tolist()
+        return tuple(StepRecord.from_ints(row) for row in rows)
+
+
+def gather_ints(groups: Groups, value: int) -> list[int]:
+    """Every rank's `value`, by rank. Collective."""
+    gathered = torch.zeros(groups.world_size, dtype=torch.int64)
+    own = torch.tensor([value], dtype=torch.int64)
+    with collective_errors("gather of a number"):
+        dist.all_gather_single(gathered, own, group=groups.cpu)
+    values: list[int] = gathered.tolist()
+    return values
+
+
+def gather_texts(groups: Groups, text: str) -> list[str]:
+    """Every rank's `text`, by rank. Collective; bytes travel, nothing is pickled."""
+    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    lengths = gather_ints(groups, encoded.numel())
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: encoded.numel()] = encoded
+    gathered = torch.zeros(groups.world_size * max(lengths), dtype=torch.uint8)
+    with collective_errors("gather of a text"):
+        dist.all_gather_single(gathered, padded, group=groups.cpu)
+    rows = gathered.view(groups.world_size, -1).tolist()
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def compare_at_start(groups: Groups, items: dict[str, str]) -> None:
+    """Check that all ranks have the same `items`. Collective.
+
+    Raises `RankMismatch` on every rank, naming the first key that differs and each rank's value.
+    """
+    text = "\x1e".join(f"{key}\x1f{value}" for key, value in sorted(items.items()))
+    everyone = [
+        dict(entry.split("\x1f", 1) for entry in received.split("\x1e") if entry)
+        for received in gather_texts(groups, text)
+    ]
+    for key in sorted(set().union(*everyone)):
+        values = [own.get(key, "(missing)") for own in everyone]
+        if len(set(values)) > 1:
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise RankMismatch(
+                f"the ranks differ in {key} ({listed}); give all of them the same settings"
+            )

@@ -1,0 +1,110 @@
+"""A row travels once to each rank that holds at least one of its experts, and one sum comes back.
+
+Three collectives: counts, rows, results. They are the same for any number of rows, also none.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moed.config.capabilities import BackendCapabilities
+from moed.config.engine_config import FusedMoEConfig
+from moed.dist.all2all.base import Dispatched
+from moed.dist.all2all.rows import RowLayout
+from moed.dist.dp_metadata import DPMetadata
+from moed.dist.groups import Groups, collective_errors
+from moed.dist.placement import ExpertPlacement
+
+
+@dataclass(frozen=True)
+class _State:
+    own_rows: int
+    sent_rows: torch.Tensor
+    """[s] int64, the own row of each row sent, by destination rank."""
+    send_counts: list[int]
+    receive_counts: list[int]
+
+
+class All2AllV:
+    """Backend `all2allv`: bytes sent follow the rows."""
+
+    def __init__(
+        self,
+        capabilities: BackendCapabilities,
+        groups: Groups,
+        placement: ExpertPlacement,
+        fused_moe: FusedMoEConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.capabilities = capabilities
+        self._groups = groups
+        self._layout = RowLayout(fused_moe.hidden_size, fused_moe.top_k, dtype)
+        self._rank_of = placement.rank_of.to(device)
+        self._local_of = placement.local_of.to(device)
+        self._ranks = torch.arange(placement.num_ranks, device=device)
+
+    def dispatch(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        dp_metadata: DPMetadata,
+    ) -> Dispatched:
+        """See `All2AllBackend.dispatch`."""
+        layout = self._layout
+        known = topk_ids.clamp(min=0)
+        # [n, K] destination of each choice, -1 for padding.
+        destinations = torch.where(topk_ids >= 0, self._rank_of[known], -1)
+        # [ranks, n]: does the row go there?
+        goes_to = (destinations[None] == self._ranks[:, None, None]).any(dim=-1)
+        to_rank, row = goes_to.nonzero(as_tuple=True)
+        send_counts = goes_to.sum(dim=1)
+        outgoing = layout.empty(row.shape[0], hidden.device)
+        layout.hidden(outgoing).copy_(hidden[row])
+        is_there = destinations[row] == to_rank[:, None]
+        layout.ids(outgoing).copy_(torch.where(is_there, self._local_of[known[row]], -1))
+        layout.weights(outgoing).copy_(topk_weights[row])
+        receive_counts = torch.empty_like(send_counts)
+        with collective_errors("exchange of row counts"):
+            dist.all_to_all_single(receive_counts, send_counts, group=self._groups.device)
+        state = _State(hidden.shape[0], row, send_counts.tolist(), receive_counts.tolist())
+        incoming = layout.empty(sum(state.receive_counts), hidden.device)
+        with collective_errors("dispatch of rows"):
+            dist.all_to_all_single(
+                incoming,
+                outgoing,
+                state.receive_counts,
+                state.send_counts,
+                group=self._groups.device,
+            )
+        ids = layout.ids(incoming).long()
+        return Dispatched(layout.hidden(incoming), ids, layout.weights(incoming), None, state)
+
+    def combine(self, expert_output: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """See `All2AllBackend.combine`. Partial sums are added in rank order, in float32."""
+        state: _State = dispatched.state
+        hidden_size = expert_output.shape[1]
+        returned = expert_output.new_empty(sum(state.send_counts), hidden_size)
+        with collective_errors("combine of rows"):
+            dist.all_to_all_single(
+                returned,
+                expert_output.contiguous(),
+                state.send_counts,
+                state.receive_counts,
+                group=self._groups.device,
+            )
+        total = torch.zeros(
+            state.own_rows, hidden_size, dtype=torch.float32, device=expert_output.device
+        )
+        # A row comes at most once from each rank, so each of these writes is free of conflicts.
+        start = 0
+        for count in state.send_counts:
+            part = slice(start, start + count)
+            total[state.sent_rows[part]] += returned[part]
+            start += count
+        return total.to(expert_output.dtype)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,95 @@
+"""Every rank sees all rows, computes the experts it holds, and the sums are scattered back.
+
+Sizes are known from the step's agreement, so nothing is padded and no counts travel: an all-gather
+of unequal sizes is an all-to-all in which each rank sends its rows to everyone, and a
+reduce-scatter one in which each rank sends everyone the partial sums of their rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moed.config.capabilities import BackendCapabilities
+from moed.config.engine_config import FusedMoEConfig
+from moed.dist.all2all.base import Dispatched
+from moed.dist.all2all.rows import RowLayout, ids_on_rank, sum_parts
+from moed.dist.dp_metadata import DPMetadata
+from moed.dist.groups import Groups, collective_errors
+from moed.dist.placement import ExpertPlacement
+
+
+@dataclass(frozen=True)
+class _State:
+    sizes: list[int]
+    """Rows of each rank."""
+    own_rows: int
+
+
+class AllGatherReduceScatter:
+    """Backend `allgather_reducescatter`: two collectives per layer."""
+
+    def __init__(
+        self,
+        capabilities: BackendCapabilities,
+        groups: Groups,
+        placement: ExpertPlacement,
+        fused_moe: FusedMoEConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.capabilities = capabilities
+        self._groups = groups
+        self._layout = RowLayout(fused_moe.hidden_size, fused_moe.top_k, dtype)
+        self._rank_of = placement.rank_of.to(device)
+        self._local_of = placement.local_of.to(device)
+
+    def dispatch(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        dp_metadata: DPMetadata,
+    ) -> Dispatched:
+        """See `All2AllBackend.dispatch`."""
+        sizes, num_rows, layout = dp_metadata.local_sizes, hidden.shape[0], self._layout
+        own = layout.empty(num_rows, hidden.device)
+        layout.hidden(own).copy_(hidden)
+        # Ids stay global on the wire: each receiver knows its own experts.
+        layout.ids(own).copy_(topk_ids)
+        layout.weights(own).copy_(topk_weights)
+        received = layout.empty(sum(sizes), hidden.device)
+        with collective_errors("all-gather of rows"):
+            dist.all_to_all_single(
+                received,
+                own.repeat(len(sizes), 1),
+                sizes,
+                [num_rows] * len(sizes),
+                group=self._groups.device,
+            )
+        ids = ids_on_rank(
+            layout.ids(received).long(), self._rank_of, self._local_of, self._groups.rank
+        )
+        return Dispatched(
+            layout.hidden(received), ids, layout.weights(received), None, _State(sizes, num_rows)
+        )
+
+    def combine(self, expert_output: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """See `All2AllBackend.combine`. Partial sums are added in rank order."""
+        state: _State = dispatched.state
+        num_ranks = len(state.sizes)
+        returned = expert_output.new_empty(num_ranks * state.own_rows, expert_output.shape[1])
+        with collective_errors("reduce-scatter of rows"):
+            dist.all_to_all_single(
+                returned,
+                expert_output.contiguous(),
+                [state.own_rows] * num_ranks,
+                state.sizes,
+                group=self._groups.device,
+            )
+        return sum_parts(
+            list(returned.view(num_ranks, state.own_rows, expert_output.shape[1])), returned
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""

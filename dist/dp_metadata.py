@@ -1,0 +1,80 @@
+"""How many tokens each DP rank runs in this step: what the ranks have agreed on."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from moed.config.engine_config import ParallelConfig
+
+
+@dataclass
+class _SizeScope:
+    """The sizes of the open `sp_local_sizes`; the one thing that changes."""
+
+    sizes: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class DPMetadata:
+    """Passed as an argument to every MoE layer of the step, never through a global."""
+
+    num_tokens_across_dp_cpu: torch.Tensor
+    """[dp] int32, on the CPU."""
+    rank: int
+    step_id: int
+    _scope: _SizeScope = field(default_factory=_SizeScope, repr=False, compare=False)
+
+    @classmethod
+    def make(
+        cls,
+        parallel_config: ParallelConfig,
+        num_tokens: int,
+        num_tokens_across_dp_cpu: torch.Tensor,
+        *,
+        rank: int,
+        step_id: int,
+    ) -> "DPMetadata":
+        """Raises `ValueError` when the gathered sizes are not one per rank, or the own entry is not
+        `num_tokens`, the rows that this rank is about to run.
+        """
+        expected = parallel_config.data_parallel_size
+        if num_tokens_across_dp_cpu.shape != (expected,):
+            raise ValueError(
+                f"sizes of {tuple(num_tokens_across_dp_cpu.shape)} ranks were gathered, not of "
+                f"{expected}"
+            )
+        own = int(num_tokens_across_dp_cpu[rank])
+        if own != num_tokens:
+            raise ValueError(
+                f"rank {rank} runs {num_tokens} tokens in step {step_id} but announced {own}"
+            )
+        return cls(num_tokens_across_dp_cpu, rank, step_id)
+
+    @property
+    def local_sizes(self) -> list[int]:
+        """Tokens of each DP rank."""
+        sizes: list[int] = self.num_tokens_across_dp_cpu.tolist()
+        return sizes
+
+    @contextlib.contextmanager
+    def sp_local_sizes(self, sequence_parallel_size: int) -> Iterator[list[int]]:
+        """Open a scope in which the rows of each DP rank are split over its members.
+
+        Yields one size per member, dp-major: each rank's ceil(tokens / members), repeated.
+        """
+        before = self._scope.sizes
+        self._scope.sizes = [
+            -(-size // sequence_parallel_size)
+            for size in self.local_sizes
+            for _ in range(sequence_parallel_size)
+        ]
+        try:
+            yield self._scope.sizes
+        finally:
+            self._scope.sizes = before
+
+    def get_chunk_sizes_across_dp_rank(self) -> list[int] | None:
+        """The sizes of the open `sp_local_sizes` scope, None outside one."""
+        return self._scope.sizes

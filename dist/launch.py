@@ -1,0 +1,62 @@
+"""Who this process is in its group, and who started it. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from moed.config.environ import read_torchrun_environment
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """One rank's place in the launch; the same fields whoever the launcher is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Index among the ranks of this node; also its GPU."""
+    local_world_size: int
+    store_host: str
+    store_port: int
+    """Where the ranks meet: a `TCPStore`."""
+    launcher: Literal["moed", "torchrun"]
+
+    @property
+    def is_single_node(self) -> bool:
+        """True when all ranks are on this node."""
+        return self.local_world_size == self.world_size
+
+
+def detect_torchrun() -> LaunchEnvironment | None:
+    """The environment that torchrun gave this process, or None when torchrun did not start it.
+
+    Variables alone prove nothing: they leak into everything that a torchrun job starts. So the
+    parent process must be torchrun's agent too.
+    """
+    variables = read_torchrun_environment()
+    if variables is None or not _parent_is_torchrun():
+        return None
+    return LaunchEnvironment(
+        rank=variables.rank,
+        world_size=variables.world_size,
+        local_rank=variables.local_rank,
+        local_world_size=variables.local_world_size,
+        store_host=variables.master_addr,
+        store_port=variables.master_port,
+        launcher="torchrun",
+    )
+
+
+def _parent_is_torchrun() -> bool:
+    try:
+        parent = psutil.Process().parent()
+        command = [] if parent is None else parent.cmdline()
+    except psutil.Error:
+        return False
+    # Either the script `torchrun`, or `python -m torch.distributed.run` (or its older name).
+    return any(
+        part.endswith(("/torchrun", "torch/distributed/run.py", "torch/distributed/launch.py"))
+        or part in ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+        for part in command[:4]
+    )

@@ -1,0 +1,85 @@
+"""At start: known rows through dispatch and combine, compared with a result computed locally.
+
+A backend that loses, swaps or doubles rows would serve wrong text with a straight face; it is
+refused here instead, naming rank and row.
+"""
+
+import torch
+
+from moed.config.capabilities import ActivationFormat
+from moed.config.engine_config import EngineConfig
+from moed.config.errors import MoedError
+from moed.dist.all2all.base import All2AllBackend, Dispatched
+from moed.dist.dp_metadata import DPMetadata
+from moed.dist.groups import Groups
+from moed.dist.placement import ExpertPlacement
+
+MAX_ROWS = 7
+# Relative: one rounding of the result, and of the partial sums on their way.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def check_backend(
+    backend: All2AllBackend, groups: Groups, config: EngineConfig, placement: ExpertPlacement
+) -> None:
+    """Collective. Raises `MoedError` naming the rank and its first wrong row."""
+    if backend.capabilities.activation_format is not ActivationFormat.STANDARD:
+        raise MoedError(f"backend {backend.capabilities.name}: its format has no self-check yet")
+    fused_moe = config.fused_moe
+    # Ragged, and the last rank sends nothing.
+    sizes = [
+        min(2 + 3 * rank, MAX_ROWS, fused_moe.max_num_tokens) for rank in range(groups.world_size)
+    ]
+    if groups.world_size > 1:
+        sizes[-1] = 0
+    num_rows, top_k = sizes[groups.rank], fused_moe.top_k
+    device = torch.device(groups.device_type)
+    dtype = getattr(torch, config.model.dtype)
+    rows = torch.arange(num_rows, device=device)[:, None]
+    columns = torch.arange(fused_moe.hidden_size, device=device)[None]
+    hidden = ((rows * 31 + columns * 7 + groups.rank * 13) % 17 - 8).to(dtype) / 8
+    choices = torch.arange(top_k, device=device)[None]
+    topk_ids = (rows * 5 + choices + groups.rank) % fused_moe.num_experts
+    topk_weights = ((choices + 1) / (top_k + rows % 3)).float()
+    metadata = DPMetadata.make(
+        config.parallel,
+        num_rows,
+        torch.tensor(sizes, dtype=torch.int32),
+        rank=groups.rank,
+        step_id=-1,
+    )
+    dispatched = backend.dispatch(hidden, topk_ids, topk_weights, metadata)
+    factors = torch.tensor(placement.local_expert_ids(groups.rank), device=device) + 1
+    combined = backend.combine(_scaled(dispatched, factors), dispatched)
+    factor = (topk_weights * (topk_ids + 1)).sum(dim=1, keepdim=True)
+    expected = hidden.float() * factor
+    _compare(combined, expected, dtype, groups.rank, backend.capabilities.name)
+
+
+def _scaled(dispatched: Dispatched, factors: torch.Tensor) -> torch.Tensor:
+    """What experts would give that multiply by their global id + 1: weighted and summed."""
+    assert dispatched.expert_ids is not None and dispatched.expert_weights is not None
+    ids = dispatched.expert_ids
+    # One more entry, 0, for choices that live elsewhere (id -1 is the last).
+    known = torch.cat([factors, factors.new_zeros(1)])[ids]
+    total = (dispatched.expert_weights * known).sum(dim=1, keepdim=True)
+    return (dispatched.hidden.float() * total).to(dispatched.hidden.dtype)
+
+
+def _compare(
+    combined: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, rank: int, name: str
+) -> None:
+    if combined.shape != expected.shape:
+        raise MoedError(
+            f"backend {name} is broken here: rank {rank} sent {tuple(expected.shape)} and got "
+            f"{tuple(combined.shape)} back; choose another with --all2all-backend"
+        )
+    bound = TOLERANCE[dtype] * expected.abs().clamp(min=1.0)
+    is_wrong = ((combined.float() - expected).abs() > bound).any(dim=1)
+    if is_wrong.any():
+        row = int(is_wrong.nonzero()[0])
+        raise MoedError(
+            f"backend {name} is broken here: rank {rank}, row {row} came back as "
+            f"{combined[row, :4].tolist()}, not {expected[row, :4].tolist()} (first four values); "
+            "choose another with --all2all-backend"
+        )
