@@ -7,7 +7,7 @@ The token budget B is written once, in `SchedulerConfig.max_num_batched_tokens`;
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from moed.config.capabilities import ActivationFormat, BackendCapabilities
 from moed.config.errors import ConfigError
@@ -43,6 +43,11 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     """What one rank may run in one step."""
+
+    DEFAULT_MAX_NUM_BATCHED_TOKENS: ClassVar[int] = 2048
+    DEFAULT_MAX_NUM_BATCHED_TOKENS_FOR_BATCHED_DP: ClassVar[int] = 256
+    """When `ParallelConfig.use_batched_dp_moe`: each expert's buffer holds EP x B rows there."""
+    DEFAULT_MAX_NUM_SEQS: ClassVar[int] = 256
 
     max_num_batched_tokens: int
     """B: the most tokens one rank runs in one step."""
@@ -161,6 +166,10 @@ class ServerConfig:
     max_logprobs: int
     log_level: str
     access_log: bool
+    strict_params: bool = False
+    """Refuse a request that names an unknown parameter, instead of warning in its answer."""
+    max_request_bytes: int = 32 * 1024 * 1024
+    """Largest request body; a larger one is refused with 413."""
 
 
 @dataclass(frozen=True)

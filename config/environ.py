@@ -18,6 +18,11 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def hub_token() -> str | None:
+    """`HF_TOKEN`, for models of the Hub that are private or gated."""
+    return os.environ.get("HF_TOKEN") or None
+
+
 @dataclass(frozen=True)
 class TorchrunVariables:
     """What torchrun tells each of its workers."""

@@ -15,6 +15,12 @@ class ConfigError(MoedError):
     exit_code = 78
 
 
+class UsageError(ConfigError):
+    """A command line that cannot be read."""
+
+    exit_code = 64
+
+
 class ModelError(MoedError):
     """A checkpoint that is missing, corrupt, or of a family that is not served."""
 

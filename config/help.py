@@ -1,0 +1,101 @@
+"""The text of `moed --help`, generated from the settings."""
+
+from moed.config.names import settings
+from moed.config.options import Setting
+from moed.config.settings import GROUPS
+
+USAGE = """\
+moed serves Mixture-of-Experts models over many ranks, behind one OpenAI-compatible endpoint.
+
+  moed serve -dp 2                          the bundled model over two ranks, on this machine
+  moed serve Qwen/Qwen3-30B-A3B -dp 8       a model from the Hugging Face Hub
+  moed config show [flags of serve]         every resolved value, and where it came from
+  moed version
+
+usage: moed serve [MODEL] [flags]
+"""
+
+FOOTER = """
+Each flag has a twin in the environment (--max-num-seqs: MOED_MAX_NUM_SEQS) and in the --config file
+(max_num_seqs). Flags win over the environment, that over the file, that over the defaults.
+Sizes: 8k is 8000, 8K is 8192; 4GiB, 512MiB. Switches: --name, --no-name.
+"""
+MORE = "moed --help=all shows all {count} flags.\n"
+
+FLAG_WIDTH = 34
+
+
+def help_text(everything: bool) -> str:
+    """The common flags in their groups, or all of them."""
+    shown = [setting for setting in settings().values() if _is_shown(setting, everything)]
+    parts = [USAGE]
+    for group in GROUPS:
+        lines = [_entry(setting) for setting in shown if setting.option.group == group]
+        if lines:
+            parts.append(f"\n{group}\n" + "".join(lines))
+    parts.append(FOOTER)
+    if not everything:
+        parts.append(MORE.format(count=num_flags()))
+    return "".join(parts)
+
+
+def num_flags() -> int:
+    """Flags that a user can give, aliases and `--no-` forms not counted."""
+    return sum(_is_shown(setting, everything=True) for setting in settings().values())
+
+
+def _is_shown(setting: Setting, everything: bool) -> bool:
+    option = setting.option
+    if option.hidden or not option.on_command_line:
+        return False
+    return everything or option.common
+
+
+def _entry(setting: Setting) -> str:
+    left = "  " + _form(setting)
+    right = f"{setting.option.help} ({_default(setting)})"
+    lines = _wrap(right, 100 - FLAG_WIDTH)
+    if len(left) > FLAG_WIDTH - 2:
+        return "".join(f"{line}\n" for line in [left, *(" " * FLAG_WIDTH + line for line in lines)])
+    first = f"{left:<{FLAG_WIDTH}}{lines[0]}\n"
+    return first + "".join(" " * FLAG_WIDTH + line + "\n" for line in lines[1:])
+
+
+def _form(setting: Setting) -> str:
+    option = setting.option
+    if setting.name == "model":
+        return "MODEL, --model MODEL"
+    if setting.is_switch:
+        return f"--[no-]{setting.flag[2:]}"
+    short = f"{option.short}, " if option.short else ""
+    if option.choices:
+        value = "|".join(option.choices)
+    else:
+        units = {"tokens": "TOKENS", "bytes": "SIZE", "seconds": "SECONDS"}
+        value = option.metavar or units.get(option.unit or "", "N")
+    return f"{short}{setting.flag} {value}"
+
+
+def _default(setting: Setting) -> str:
+    if setting.option.shown_default is not None:
+        return f"default: {setting.option.shown_default}"
+    default = setting.default
+    if setting.is_switch:
+        return "default: on" if default else "default: off"
+    if setting.option.unit == "seconds":
+        return f"default: {default:g} s"
+    if setting.option.unit == "bytes":
+        from moed.config.sizes import format_bytes
+
+        return f"default: {format_bytes(default)}"
+    return f"default: {default}"
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines

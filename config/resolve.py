@@ -1,0 +1,250 @@
+"""`resolve()`: the one function that turns settings into the frozen `EngineConfig`.
+
+Every default that depends on something else is decided here, and every cross-check made.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moed.config import budget, environ, machine
+from moed.config.capabilities import BackendCapabilities
+from moed.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from moed.config.errors import ConfigError
+from moed.config.hub import fetch
+from moed.config.model import BUNDLED_NAME, bundled_checkpoint, load_model_config
+from moed.config.settings import ServeSettings
+
+Decided = dict[str, tuple[Any, str]]
+"""Setting's name → (value, why), for what was left to be decided."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The configuration, and which of its values were decided here and why."""
+
+    config: EngineConfig
+    decided: Mapping[str, tuple[Any, str]]
+
+
+def resolve(
+    settings: ServeSettings, capabilities: Mapping[str, BackendCapabilities]
+) -> EngineConfig:
+    """The configuration of every process. Downloads a Hub model that is not cached.
+
+    `capabilities` holds each dispatch backend's declaration. Raises `ConfigError` for settings that
+    contradict each other, the model or the backend, `ModelError` for a checkpoint that cannot be
+    served.
+    """
+    return resolve_and_explain(settings, capabilities, weights=True).config
+
+
+def resolve_and_explain(
+    settings: ServeSettings, capabilities: Mapping[str, BackendCapabilities], weights: bool
+) -> Resolution:
+    """As `resolve`, with the reasons; `weights` False does not download them."""
+    decided: Decided = {}
+    # What needs no model first, so that a slip is told before a long download.
+    parallel = _parallel(settings, capabilities, decided)
+    cache = _cache(settings)
+    budget_tokens, num_seqs = budget.decide(settings, parallel, decided)
+    server = _server(settings)
+    model = _model(settings, decided, weights)
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=budget_tokens,
+        max_num_seqs=num_seqs,
+        max_model_len=settings.max_model_len,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        max_num_queued_requests=settings.max_num_queued_requests,
+    )
+    config = EngineConfig(
+        model=model,
+        parallel=parallel,
+        scheduler=scheduler,
+        cache=cache,
+        server=server,
+        fault_injection=settings.fault_injection,
+    )
+    _check_lengths(settings, model)
+    budget.check(config, available_bytes=machine.available_memory_bytes())
+    if settings.max_model_len is None:
+        longest = f"decided at start: at most {model.max_position_embeddings}, less if less fits"
+        decided["max_model_len"] = ("auto", longest)
+    return Resolution(config, decided)
+
+
+def _parallel(
+    settings: ServeSettings, capabilities: Mapping[str, BackendCapabilities], decided: Decided
+) -> ParallelConfig:
+    if settings.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {settings.tensor_parallel_size}: only 1 is served today, and "
+            "more comes later. Spread over --data-parallel-size ranks instead: experts are spread "
+            "over all of them"
+        )
+    size = settings.data_parallel_size
+    if size > 1 and not settings.enable_expert_parallel:
+        raise ConfigError(
+            f"enable_expert_parallel is off and data_parallel_size is {size}: with more than one "
+            "rank experts are always spread over all of them. Remove --no-enable-expert-parallel"
+        )
+    device = _device(settings, decided)
+    num_threads = settings.num_threads
+    if num_threads is None:
+        cores = environ.available_cores()
+        num_threads = max(1, cores // size)
+        decided["num_threads"] = (num_threads, f"{cores} core(s) for {size} rank(s)")
+    return ParallelConfig(
+        data_parallel_size=size,
+        num_local_ranks=size,
+        backend=_backend(settings, capabilities, device, decided),
+        device=device,
+        num_threads=num_threads,
+        distributed_timeout_s=settings.distributed_timeout,
+    )
+
+
+def _device(settings: ServeSettings, decided: Decided) -> str:
+    if settings.device != "auto":
+        return settings.device
+    found = machine.nvidia_device()
+    device = "cuda" if found else "cpu"
+    decided["device"] = (device, f"found {found}" if found else "no NVIDIA device found")
+    return device
+
+
+def _backend(
+    settings: ServeSettings,
+    capabilities: Mapping[str, BackendCapabilities],
+    device: str,
+    decided: Decided,
+) -> BackendCapabilities:
+    size = settings.data_parallel_size
+    name = settings.all2all_backend
+    if name == "auto":
+        name = "local" if size == 1 else "all2allv"
+        decided["all2all_backend"] = (name, f"{size} rank(s)")
+    if name not in capabilities:
+        raise ConfigError(
+            f"all2all_backend is {name!r}: available are auto, {', '.join(sorted(capabilities))}"
+        )
+    backend = capabilities[name]
+    usable = sorted(
+        other.name
+        for other in capabilities.values()
+        if device in other.devices and (size == 1 or other.requires_expert_parallel)
+    )
+    instead = f"; take --all2all-backend auto, or one of {', '.join(usable)}"
+    if size > 1 and not backend.requires_expert_parallel:
+        raise ConfigError(
+            f"all2all_backend is {name!r}, which serves one rank, and data_parallel_size is {size}"
+            + instead
+        )
+    if device not in backend.devices:
+        raise ConfigError(
+            f"all2all_backend {name!r} runs on {', '.join(sorted(backend.devices))}, and device is "
+            f"{device!r}{instead}"
+        )
+    return backend
+
+
+def _cache(settings: ServeSettings) -> CacheConfig:
+    if settings.num_kv_blocks is not None and settings.kv_cache_memory is not None:
+        raise ConfigError(
+            f"num_kv_blocks is {settings.num_kv_blocks} and kv_cache_memory is "
+            f"{settings.kv_cache_memory}: both say how large the KV cache is; give one of them"
+        )
+    return CacheConfig(
+        block_size=settings.block_size,
+        num_kv_blocks=settings.num_kv_blocks,
+        kv_cache_memory_bytes=settings.kv_cache_memory,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+    )
+
+
+def _server(settings: ServeSettings) -> ServerConfig:
+    keys = settings.api_keys
+    if settings.api_key_file is not None:
+        keys = (*keys, *_read_keys(settings.api_key_file))
+    return ServerConfig(
+        host=settings.host,
+        port=settings.port,
+        shutdown_timeout_s=settings.shutdown_timeout,
+        api_keys=tuple(dict.fromkeys(keys)),
+        max_logprobs=settings.max_logprobs,
+        log_level=settings.log_level,
+        access_log=settings.access_log,
+        strict_params=settings.strict_params,
+        max_request_bytes=settings.max_request_bytes,
+    )
+
+
+def _read_keys(path: str) -> tuple[str, ...]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the API key file {path}: {error}") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        # Serving everybody is not what a person who names a key file wants.
+        raise ConfigError(f"the API key file {path} holds no key; write one a line")
+    return keys
+
+
+def _model(settings: ServeSettings, decided: Decided, weights: bool) -> ModelConfig:
+    bundled = settings.model is None or settings.model == BUNDLED_NAME
+    name = BUNDLED_NAME if settings.model is None else settings.model
+    if bundled:
+        path = bundled_checkpoint()
+    else:
+        path = fetch(
+            name,
+            settings.revision,
+            settings.offline,
+            environ.hub_token(),
+            weights=weights and settings.load_format != "dummy",
+        )
+    if not settings.served_model_name:
+        decided["served_model_name"] = ((name,), "MODEL as given")
+    model = load_model_config(
+        path,
+        model=name,
+        revision=settings.revision,
+        served_model_names=settings.served_model_name or (name,),
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        seed=settings.seed,
+    )
+    if settings.model is None:
+        decided["model"] = (name, f"bundled, {path}")
+    if settings.dtype == "auto":
+        decided["dtype"] = (model.dtype, "the checkpoint's")
+    return model
+
+
+def _check_lengths(settings: ServeSettings, model: ModelConfig) -> None:
+    length = settings.max_model_len
+    if length is None:
+        return
+    if length > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {length}, and the model has {model.max_position_embeddings} "
+            "positions (max_position_embeddings in config.json); lower --max-model-len, or give "
+            "auto"
+        )
+    blocks = settings.num_kv_blocks
+    if blocks is not None and blocks * settings.block_size < length:
+        needed = -(-length // settings.block_size)
+        raise ConfigError(
+            f"max_model_len is {length}, and num_kv_blocks {blocks} x block_size "
+            f"{settings.block_size} hold {blocks * settings.block_size} tokens; raise "
+            f"--num-kv-blocks to at least {needed}, or lower --max-model-len, or give it auto"
+        )

@@ -1,0 +1,238 @@
+"""What the user may set: one field per setting, with its default, limits and help.
+
+Flags, environment variables, file keys and the help are all generated from this class;
+`moed.config.validation` builds the pydantic-settings model from it. None stands for "decided by
+`resolve()` or at start".
+"""
+
+from dataclasses import dataclass
+
+from moed.config.options import option
+
+MODEL = "Model"
+PARALLEL = "Parallelism"
+SCHEDULING = "Scheduling"
+MEMORY = "Memory"
+HTTP = "HTTP"
+PROCESSES = "Processes"
+GROUPS = (MODEL, PARALLEL, SCHEDULING, MEMORY, HTTP, PROCESSES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Settings of `moed serve`, as given, before any cross-check."""
+
+    model: str | None = option(
+        None,
+        "checkpoint directory, or org/name on the Hugging Face Hub",
+        group=MODEL,
+        common=True,
+        shown_default="the bundled moed-demo",
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "name(s) that clients use; several are aliases",
+        group=MODEL,
+        common=True,
+        metavar="NAME",
+        shown_default="MODEL as given",
+    )
+    max_model_len: int | None = option(
+        None,
+        "prompt plus output tokens of one request; auto: what the model and the memory allow",
+        group=MODEL,
+        common=True,
+        unit="tokens",
+        minimum=2,
+        shown_default="auto",
+    )
+    dtype: str = option(
+        "auto",
+        "number format of weights and activations; auto: that of the checkpoint",
+        group=MODEL,
+        common=True,
+        choices=("auto", "float32", "bfloat16", "float16"),
+        synonyms={"float": "float32", "half": "float16"},
+    )
+    revision: str | None = option(
+        None,
+        "branch, tag or commit on the Hub",
+        group=MODEL,
+        metavar="NAME",
+        shown_default="the main branch",
+    )
+    offline: bool = option(False, "take Hub models from the local cache only", group=MODEL)
+    load_format: str = option(
+        "auto",
+        "auto: safetensors; dummy: random weights, no weights are read",
+        group=MODEL,
+        choices=("auto", "dummy"),
+        synonyms={"safetensors": "auto"},
+    )
+    seed: int = option(0, "of dummy weights", group=MODEL, minimum=0)
+
+    data_parallel_size: int = option(
+        1,
+        "ranks: processes with attention of their own, sharing the experts",
+        group=PARALLEL,
+        common=True,
+        short="-dp",
+        minimum=1,
+    )
+    tensor_parallel_size: int = option(1, "only 1 today", group=PARALLEL, short="-tp", minimum=1)
+    enable_expert_parallel: bool = option(
+        True, "experts are always spread over all ranks", group=PARALLEL
+    )
+    all2all_backend: str = option(
+        "auto",
+        "how rows travel to their experts; auto: local for one rank, else all2allv",
+        group=PARALLEL,
+        common=True,
+        metavar="NAME",
+    )
+    device: str = option(
+        "auto",
+        "auto: cuda where an NVIDIA device is found, else cpu",
+        group=PARALLEL,
+        common=True,
+        choices=("auto", "cpu", "cuda"),
+    )
+    num_threads: int | None = option(
+        None,
+        "CPU threads of each rank; auto (or 0): available cores divided by local ranks",
+        group=PARALLEL,
+        minimum=1,
+        shown_default="auto",
+    )
+    distributed_timeout: float = option(
+        300.0,
+        "bound on any one collective, the wait for a slower rank's loading included",
+        group=PARALLEL,
+        unit="seconds",
+        minimum=1,
+    )
+
+    max_num_batched_tokens: int | None = option(
+        None,
+        "most tokens that one rank runs in one step (B); sizes every MoE buffer",
+        group=SCHEDULING,
+        common=True,
+        unit="tokens",
+        minimum=1,
+        shown_default="2048; 256 with a batched backend",
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "most requests that one rank runs in one step (S)",
+        group=SCHEDULING,
+        common=True,
+        minimum=1,
+        shown_default="256, or B where that is smaller",
+    )
+    enable_chunked_prefill: bool = option(True, "split long prompts over steps", group=SCHEDULING)
+    max_num_queued_requests: int = option(
+        1024,
+        "requests that wait, all ranks together, before new ones get 503",
+        group=SCHEDULING,
+        minimum=0,
+    )
+
+    gpu_memory_utilization: float = option(
+        0.92,
+        "share of each GPU's memory to use",
+        group=MEMORY,
+        common=True,
+        minimum=0.01,
+        maximum=1,
+        metavar="SHARE",
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        "KV cache of each rank, instead of a share",
+        group=MEMORY,
+        common=True,
+        aliases=("kv_cache_memory_bytes",),
+        unit="bytes",
+        minimum=1,
+        shown_default="from the share",
+    )
+    num_kv_blocks: int | None = option(
+        None,
+        "KV blocks of each rank, instead of an amount of memory",
+        group=MEMORY,
+        aliases=("num_gpu_blocks_override",),
+        minimum=1,
+        shown_default="from the memory",
+    )
+    block_size: int = option(16, "tokens in one KV block", group=MEMORY, minimum=1, maximum=1024)
+
+    host: str = option(
+        "127.0.0.1",
+        "address to listen on; 0.0.0.0 for all",
+        group=HTTP,
+        common=True,
+        metavar="ADDRESS",
+    )
+    port: int = option(
+        8000,
+        "port to listen on; 0: a free one",
+        group=HTTP,
+        common=True,
+        minimum=0,
+        maximum=65535,
+    )
+    api_key_file: str | None = option(
+        None,
+        "file with one accepted API key a line; or set MOED_API_KEY",
+        group=HTTP,
+        common=True,
+        metavar="FILE",
+        shown_default="no key is asked for",
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "accepted API keys",
+        group=HTTP,
+        on_command_line=False,
+        aliases=("api_key",),
+        secret=True,
+    )
+    max_logprobs: int = option(
+        20, "most logprobs per token that a request may ask for", group=HTTP, minimum=0
+    )
+    max_request_bytes: int = option(
+        32 * 1024 * 1024,
+        "largest request body; a larger one gets 413",
+        group=HTTP,
+        unit="bytes",
+        minimum=1024,
+    )
+    strict_params: bool = option(
+        False, "refuse requests with unknown parameters, instead of warning", group=HTTP
+    )
+    access_log: bool = option(True, "log a line for each HTTP request", group=HTTP)
+
+    config: str | None = option(
+        None,
+        "YAML or TOML file with settings; flags and MOED_* variables win over it",
+        group=PROCESSES,
+        common=True,
+        metavar="FILE",
+        shown_default="none",
+    )
+    log_level: str = option(
+        "info",
+        "least severe log lines to print",
+        group=PROCESSES,
+        common=True,
+        choices=("debug", "info", "warning", "error"),
+    )
+    shutdown_timeout: float = option(
+        30.0,
+        "how long SIGTERM lets open requests finish",
+        group=PROCESSES,
+        common=True,
+        unit="seconds",
+        minimum=0,
+    )
+    fault_injection: str | None = option(None, "faults on demand", group=PROCESSES, hidden=True)

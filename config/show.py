@@ -1,0 +1,67 @@
+"""`moed config show`: every resolved value and where it came from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moed.config.budget import moe_bytes_per_rank
+from moed.config.engine_config import EngineConfig
+from moed.config.names import settings
+from moed.config.options import Setting
+from moed.config.resolve import Resolution
+from moed.config.settings import ServeSettings
+from moed.config.sizes import format_bytes
+
+
+def show(values: ServeSettings, origins: Mapping[str, str], resolution: Resolution) -> str:
+    """A table: setting, value, and flag, environment, file, default or auto."""
+    rows = [_row(setting, values, origins, resolution) for setting in settings().values()]
+    shown = [row for row in rows if row is not None]
+    derived = [(name, value, "derived") for name, value in _derived(resolution.config).items()]
+    table = [("setting", "value", "from"), *shown, *derived]
+    widths = [max(len(row[column]) for row in table) for column in (0, 1)]
+    lines = [
+        f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for name, value, origin in table
+    ]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _row(
+    setting: Setting, values: ServeSettings, origins: Mapping[str, str], resolution: Resolution
+) -> tuple[str, str, str] | None:
+    name = setting.name
+    value = getattr(values, name)
+    if setting.option.hidden and name not in origins:
+        return None
+    origin = origins.get(name, "default")
+    if name in resolution.decided:
+        value, why = resolution.decided[name]
+        asked = "" if name not in origins else f", {origins[name]}"
+        origin = f"auto ({why}{asked})"
+    if setting.option.secret:
+        return name, f"({len(value)} hidden)", origin
+    return name, _text(value), origin
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _derived(config: EngineConfig) -> dict[str, str]:
+    """What follows from the settings and is good to see beside them."""
+    moe = config.fused_moe
+    return {
+        "checkpoint": config.model.path,
+        "model_type": config.model.model_type,
+        "expert_parallel_size": str(moe.expert_parallel_size),
+        "use_batched_dp_moe": _text(config.parallel.use_batched_dp_moe),
+        "moe_max_num_tokens": f"{moe.max_num_tokens} (max_num_batched_tokens)",
+        "moe_max_received_rows": str(moe.max_num_received_rows),
+        "moe_row_buffers": f"{format_bytes(moe_bytes_per_rank(config))} per rank",
+        "api_keys_total": str(len(config.server.api_keys)),
+    }
