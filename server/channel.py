@@ -7,6 +7,7 @@ heard.
 
 import asyncio
 import logging
+from typing import Any
 
 import msgspec
 import zmq
@@ -100,13 +101,13 @@ class FrontendChannel:
     def send(self, rank: int, message: ToEngine) -> None:
         """Queue one message for an engine that has spoken before; order is kept. A lost engine is
         only logged: the launcher tells of it on its own way."""
-        sent: asyncio.Future[object] = self._socket.send_multipart(
-            [_identity(rank), self._encoder.encode(message)]
+        sent = asyncio.ensure_future(
+            self._socket.send_multipart([_identity(rank), self._encoder.encode(message)])
         )
         sent.add_done_callback(lambda done: self._log_failure(rank, done))
 
     @staticmethod
-    def _log_failure(rank: int, sent: "asyncio.Future[object]") -> None:
+    def _log_failure(rank: int, sent: "asyncio.Future[Any]") -> None:
         if not sent.cancelled() and (error := sent.exception()) is not None:
             logger.warning("a message to rank %d could not be sent: %s", rank, error)
 

@@ -28,8 +28,7 @@ import msgspec
 from moed.config.engine_config import EngineConfig, ServerConfig
 from moed.config.errors import ConfigError
 from moed.dist.launch import LaunchEnvironment
-from moed.server.frontend import run_frontend
-from moed.server.lifecycle import describe_exit
+from moed.server.lifecycle import describe_exit, die_with_parent
 from moed.server.messages import (
     Drain,
     Drained,
@@ -93,6 +92,19 @@ def bind_http(server: ServerConfig) -> socket.socket:
             f"cannot listen on {server.host} port {server.port}: {error.strerror}. Choose another "
             "with --port (0 takes any free one) or --host, or stop what uses it."
         ) from None
+
+
+def start_frontend(
+    config: EngineConfig,
+    http_socket: socket.socket,
+    channel_address: str,
+    launcher_pipe: Connection,
+) -> None:
+    """Target of the front end's process: its heavy imports stay out of the launcher."""
+    die_with_parent()
+    from moed.server.frontend import run_frontend
+
+    run_frontend(config, http_socket, channel_address, launcher_pipe)
 
 
 @contextlib.contextmanager
@@ -186,7 +198,7 @@ class Supervisor:
         self._frontend_pipe, far_end = self._context.Pipe()
         self._frontend = self._spawn(
             "moed-http",
-            run_frontend,
+            start_frontend,
             (self._config, self._http_socket, self._channel_address, far_end),
         )
         far_end.close()

@@ -21,8 +21,13 @@ import msgspec
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError
 from moed.dist.launch import LaunchEnvironment
-from moed.server.frontend import run_frontend
-from moed.server.launcher import FLUSH_S, bind_http, log_progress, runtime_folder
+from moed.server.launcher import (
+    FLUSH_S,
+    bind_http,
+    log_progress,
+    runtime_folder,
+    start_frontend,
+)
 from moed.server.lifecycle import describe_exit
 from moed.server.logs import setup_logging
 from moed.server.messages import Drain, Drained, FromFrontend, RankLost, StopNow, ToFrontend
@@ -103,7 +108,7 @@ class FrontendThread:
         self._pipe, far_end = context.Pipe()
         arguments = (config, http_socket, address, far_end)
         self._process: SpawnProcess = context.Process(
-            name="moed-http", target=run_frontend, args=arguments
+            name="moed-http", target=start_frontend, args=arguments
         )
         self._far_end: Connection | None = far_end
         self._config = config

@@ -1,0 +1,67 @@
+"""The `moed` command. Each command imports only what it needs, so that help comes at once."""
+
+import sys
+from importlib.metadata import version
+
+from moed.config.cli import Command, parse
+from moed.config.errors import MoedError
+
+EXIT_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code; a user's fault is one sentence."""
+    try:
+        sys.exit(run(parse(sys.argv[1:])))
+    except MoedError as error:
+        print(f"moed: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def run(command: Command) -> int:
+    """Returns the exit code. Raises `MoedError` for what a user can cause."""
+    match command.name:
+        case "help":
+            print(command.text)
+        case "version":
+            print(f"moed {version('moed')}")
+        case "config show":
+            _show(command)
+        case "serve":
+            return _serve(command)
+    return 0
+
+
+def _show(command: Command) -> None:
+    from moed.config.resolve import resolve
+    from moed.config.show import show
+    from moed.dist.registry import capabilities
+
+    assert command.settings is not None
+    config = resolve(command.settings, capabilities())
+    print(show(command.settings, command.origins, config))
+
+
+def _serve(command: Command) -> int:
+    from moed.config.resolve import resolve
+    from moed.dist.launch import detect_torchrun
+    from moed.dist.registry import capabilities
+    from moed.server.logs import setup_logging
+
+    assert command.settings is not None
+    setup_logging("launcher", command.settings.log_level)
+    environment = detect_torchrun()
+    config = resolve(command.settings, capabilities())
+    if environment is not None:
+        from moed.server.torchrun import serve_under_torchrun
+
+        return serve_under_torchrun(config, environment)
+    from moed.server.launcher import serve
+
+    return serve(config)
+
+
+if __name__ == "__main__":
+    main()
