@@ -1,0 +1,47 @@
+"""The whole HTTP application, made from explicit state."""
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from moed.server.api.chat import chat_router
+from moed.server.api.completions import completions_router
+from moed.server.api.errors import install_error_handlers
+from moed.server.api.middleware.api_keys import ApiKeys
+from moed.server.api.middleware.availability import Availability
+from moed.server.api.middleware.body_limit import BodyLimit
+from moed.server.api.middleware.request_id import RequestId
+from moed.server.api.middleware.unexpected_errors import UnexpectedErrors
+from moed.server.api.models import models_router
+from moed.server.api.probes import probes_router
+from moed.server.api.state import AppState
+from moed.server.api.tokenization import tokenization_router
+
+
+def create_app(state: AppState) -> FastAPI:
+    """All routes, behind the middleware that they share (the first is outermost)."""
+    server = state.config.server
+    app = FastAPI(
+        title="moed",
+        version=state.version,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        strict_content_type=False,
+        middleware=[
+            Middleware(RequestId),
+            Middleware(UnexpectedErrors),
+            Middleware(ApiKeys, keys=server.api_keys),
+            Middleware(Availability, state=state),
+            Middleware(BodyLimit, max_bytes=server.max_request_bytes),
+        ],
+    )
+    install_error_handlers(app)
+    for router in (
+        probes_router(state),
+        models_router(state),
+        completions_router(state),
+        chat_router(state),
+        tokenization_router(state),
+    ):
+        app.include_router(router)
+    return app

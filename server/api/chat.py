@@ -1,0 +1,228 @@
+"""`POST /v1/chat/completions`."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moed.server.api.choice_text import Token
+from moed.server.api.completions import check_length, check_num_choices
+from moed.server.api.errors import InvalidRequest
+from moed.server.api.event_stream import DONE, KEEP_ALIVE_S, EventStream, event, until_disconnect
+from moed.server.api.generation import Generation, PromptTokens, encode_all, served_model
+from moed.server.api.json_route import JsonRoute
+from moed.server.api.logprobs import ChatLogprobs, chat_logprobs
+from moed.server.api.parameters import Defaults, check_unknown, make_sampling
+from moed.server.api.requests import ChatBody, Message, Tool
+from moed.server.api.responses import ChatChoice, ChatMessage, ChunkChoice, Delta
+from moed.server.api.state import AppState
+from moed.server.chat_template import TemplateFailed
+
+KIND = "chat.completion"
+CHUNK_KIND = "chat.completion.chunk"
+# Longer conversations are rendered in a thread, so that other requests go on meanwhile.
+MAX_INLINE_MESSAGES = 32
+
+
+def chat_router(state: AppState) -> APIRouter:
+    router = APIRouter(tags=["chat"], route_class=JsonRoute)
+    defaults = Defaults.of(state.config)
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation."""
+
+        async def start() -> Generation:
+            served_model(body.model, state)
+            ignored = check_unknown(body, state.config)
+            check_num_choices(body.n or 1, state)
+            sampling = make_sampling(body, state.config, defaults, state.context_length)
+            no_tools = (body.model_extra or {}).get("tool_choice") == "none"
+            text = await render(
+                state,
+                body.messages,
+                None if no_tools else body.tools,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=bool(body.continue_final_message),
+                options=body.chat_template_kwargs or {},
+            )
+            prompt = await tokenize_conversation(text, bool(body.add_special_tokens), state)
+            return Generation(state, request, body, [prompt], sampling, ignored, "chatcmpl")
+
+        if body.stream:
+            generation = await until_disconnect(request.receive, start())
+            return EventStream(stream_chat(generation), generation.ignored.headers, KEEP_ALIVE_S)
+
+        async def answer() -> Response:
+            generation = await start()
+            await generation.collect()
+            return whole_chat(generation)
+
+        return await until_disconnect(request.receive, answer())
+
+    return router
+
+
+async def render(
+    state: AppState,
+    messages: list[Message],
+    tools: list[Tool] | None,
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    options: dict[str, Any],
+) -> str:
+    """The prompt text of a conversation. Raises `InvalidRequest` or `TemplateFailed`."""
+    template = state.tools.chat_template
+    if template is None:
+        raise InvalidRequest(
+            "this checkpoint has no chat template: use /v1/completions",
+            code="chat_template_missing",
+        )
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+
+    def work() -> str:
+        return template.render(
+            [template_message(message) for message in messages],
+            [tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            options=options,
+        )
+
+    if len(messages) <= MAX_INLINE_MESSAGES:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: no null fields, and tool arguments as objects."""
+    plain = message.model_dump(exclude_unset=True, exclude={"tool_calls"})
+    plain = {key: value for key, value in plain.items() if value is not None}
+    if message.tool_calls:
+        plain["tool_calls"] = calls = []
+        for call in message.tool_calls:
+            entry = call.model_dump(exclude_unset=True)
+            entry["function"]["arguments"] = _arguments(call.function.arguments)
+            calls.append(entry)
+    if "content" not in plain and not message.tool_calls:
+        plain["content"] = ""
+    return plain
+
+
+def _arguments(given: str | dict[str, Any] | None) -> Any:
+    """OpenAI's clients send them as JSON text; templates print objects."""
+    if not isinstance(given, str):
+        return given or {}
+    if not given.strip():
+        return {}
+    try:
+        return json.loads(given)
+    except ValueError:
+        return given
+
+
+async def tokenize_conversation(text: str, add_special: bool, state: AppState) -> PromptTokens:
+    """Raises `ContextLengthExceeded`, or `TemplateFailed` when nothing is left to answer."""
+    check_length(text, "messages", state)
+    (token_ids,) = await encode_all(state, [text], add_special)
+    if not token_ids:
+        raise TemplateFailed("it made an empty prompt of it")
+    return PromptTokens(token_ids)
+
+
+def _logprobs(generation: Generation, tokens: list[Token]) -> ChatLogprobs | None:
+    body = generation.body
+    assert isinstance(body, ChatBody)
+    return chat_logprobs(tokens, generation.state.tools.tokenizer) if body.logprobs else None
+
+
+def _token_ids(generation: Generation, tokens: list[Token]) -> Any:
+    return [token.token_id for token in tokens] if generation.body.return_token_ids else UNSET
+
+
+def _prompt_token_ids(generation: Generation) -> Any:
+    return generation.prompts[0].token_ids if generation.body.return_token_ids else UNSET
+
+
+def whole_chat(generation: Generation) -> Response:
+    choices = []
+    for index, choice in enumerate(generation.choices):
+        tokens = choice.tokens
+        choices.append(
+            ChatChoice(
+                index=index,
+                message=ChatMessage(content=choice.output_text),
+                logprobs=_logprobs(generation, tokens),
+                finish_reason=choice.text.finish_reason,
+                stop_reason=choice.text.stop_reason,
+                token_ids=_token_ids(generation, tokens),
+            )
+        )
+    answer = generation.answer(
+        KIND,
+        choices,
+        usage=generation.usage,
+        prompt_token_ids=_prompt_token_ids(generation),
+        warnings=generation.ignored.warnings or UNSET,
+    )
+    return Response(
+        msgspec.json.encode(answer),
+        headers=generation.ignored.headers,
+        media_type="application/json",
+    )
+
+
+async def stream_chat(generation: Generation) -> AsyncGenerator[bytes, None]:
+    """A chunk with the role for each choice, its text as it comes, and a chunk that ends it."""
+
+    def chunk(choice: ChunkChoice, **more: Any) -> bytes:
+        usage = generation.chunk_usage
+        return event(generation.answer(CHUNK_KIND, [choice], usage=usage, **more))
+
+    pieces = generation.pieces()
+    try:
+        for index in range(len(generation.choices)):
+            opening = ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+            more: dict[str, Any] = {}
+            if index == 0:
+                more["prompt_token_ids"] = _prompt_token_ids(generation)
+                more["warnings"] = generation.ignored.warnings or UNSET
+            yield chunk(opening, **more)
+        async for index, piece in pieces:
+            tokens = piece.tokens
+            if piece.text:
+                yield chunk(
+                    ChunkChoice(
+                        index=index,
+                        delta=Delta(content=piece.text),
+                        logprobs=_logprobs(generation, tokens),
+                        token_ids=_token_ids(generation, tokens),
+                    )
+                )
+                tokens = []
+            text = generation.choices[index].text
+            if text.finish_reason is not None:
+                yield chunk(
+                    ChunkChoice(
+                        index=index,
+                        delta=Delta(),
+                        logprobs=_logprobs(generation, tokens) if tokens else None,
+                        finish_reason=text.finish_reason,
+                        stop_reason=text.stop_reason,
+                        token_ids=_token_ids(generation, tokens),
+                    )
+                )
+        if generation.wants_usage:
+            yield event(generation.answer(CHUNK_KIND, [], usage=generation.usage))
+        yield DONE
+    finally:
+        await pieces.aclose()
+        generation.close()

@@ -1,0 +1,177 @@
+"""Every error that a client can get, in OpenAI's envelope, and the one place that maps to it."""
+
+from collections.abc import Mapping
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moed.server.api.validation import first_problem
+from moed.server.chat_template import TemplateFailed
+from moed.server.engine_client import GenerationFailed, QueueFull
+
+# Clients show messages to people and put them in logs; one never quotes a whole request.
+MAX_MESSAGE_BYTES = 3000
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The four keys of OpenAI's envelope; all are always there."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """An answer that is not a success."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.code
+        self.headers = dict(headers or {})
+
+
+class InvalidRequest(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class UnsupportedParameter(InvalidRequest):
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class InvalidApiKey(ApiError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(InvalidRequest):
+    status = 404
+
+
+class MethodNotAllowed(InvalidRequest):
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTimeout(InvalidRequest):
+    status = 408
+    code = "request_timeout"
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    code = "request_too_large"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class InternalError(ApiError):
+    status = 500
+    code = "internal_error"
+
+
+class Unavailable(ApiError):
+    status = 503
+    type = "overloaded_error"
+
+    def __init__(self, message: str, retry_after_s: int, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.headers["Retry-After"] = str(retry_after_s)
+
+
+def envelope(error: ApiError) -> bytes:
+    """The JSON body."""
+    message = error.message
+    encoded = message.encode(errors="replace")
+    if len(encoded) > MAX_MESSAGE_BYTES:
+        message = encoded[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"
+    return msgspec.json.encode(
+        ErrorEnvelope(ErrorBody(message, error.type, error.param, error.code))
+    )
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(
+        envelope(error),
+        status_code=error.status,
+        headers=error.headers,
+        media_type="application/json",
+    )
+
+
+def to_api_error(error: Exception, method: str = "", path: str = "") -> ApiError | None:
+    """The answer for an exception, or None for one that nobody foresaw."""
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            problem = first_problem(error.errors())
+            return InvalidRequest(problem.message, param=problem.param, code=problem.code)
+        case TemplateFailed():
+            return InvalidRequest(
+                f"the chat template refused the conversation: {error}", param="messages"
+            )
+        case QueueFull():
+            return Unavailable(str(error), error.retry_after_s)
+        case GenerationFailed():
+            return ApiError(str(error), code="engine_error")
+        case HTTPException(status_code=404):
+            return NotFound(f"there is no route {method} {path}", code="unknown_url")
+        case HTTPException(status_code=405):
+            allowed = (error.headers or {}).get("Allow", "")
+            return MethodNotAllowed(
+                f"{path} does not answer {method}; allowed: {allowed}", headers=error.headers
+            )
+        case HTTPException(status_code=status) if status < 500:
+            return InvalidRequest(str(error.detail), headers=error.headers)
+    return None
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Map what routes raise. `UnexpectedErrors` (a middleware) answers for everything else."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        mapped = to_api_error(error, request.method, request.url.path)
+        if mapped is None:
+            raise error
+        return error_response(mapped)
+
+    for kind in (
+        ApiError,
+        RequestValidationError,
+        TemplateFailed,
+        QueueFull,
+        GenerationFailed,
+        HTTPException,
+    ):
+        app.add_exception_handler(kind, handle)

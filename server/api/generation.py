@@ -1,0 +1,203 @@
+"""From a checked request to its choices on the engines, and their text: shared by both completion
+routes.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+
+from moed.server.api.choice_text import ChoiceText, Piece, Token
+from moed.server.api.errors import InvalidRequest, NotFound
+from moed.server.api.middleware.request_id import SCOPE_KEY
+from moed.server.api.parameters import Ignored, Sampling
+from moed.server.api.requests import SamplingBody
+from moed.server.api.responses import Answer, PromptTokensDetails, Usage
+from moed.server.api.state import AppState
+from moed.server.api.suggestions import did_you_mean
+from moed.server.engine_client import ChoiceSpec
+from moed.server.messages import TokenLogprobs
+from moed.server.stop_strings import StopStrings
+
+RANK_HEADER = "x-data-parallel-rank"
+
+
+def served_model(name: str | None, state: AppState) -> str:
+    """The name to answer under. Raises `NotFound` for a model that is not served here."""
+    names = state.config.model.served_model_names
+    if name is None:
+        return names[0]
+    if name in names:
+        return name
+    raise NotFound(
+        f"the model {name[:200]!r} does not exist here{did_you_mean(name, names)}; served: "
+        f"{', '.join(names)}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def wanted_rank(request: Request, state: AppState) -> int | None:
+    """The rank that a router in front has chosen. Raises `InvalidRequest`."""
+    given = request.headers.get(RANK_HEADER)
+    if given is None:
+        return None
+    num_ranks = state.config.parallel.data_parallel_size
+    text = given.strip()
+    if text.isascii() and text.isdigit() and len(text) < 9 and int(text) < num_ranks:
+        return int(text)
+    raise InvalidRequest(
+        f"X-data-parallel-rank is {given[:40]!r}; it must be a rank from 0 to {num_ranks - 1}",
+        param="X-data-parallel-rank",
+        code="invalid_value",
+    )
+
+
+@dataclass
+class PromptTokens:
+    """One prompt, with the text that an echo of it shows."""
+
+    token_ids: list[int]
+    echo_text: str = ""
+
+
+@dataclass
+class ChoiceResult:
+    """One choice, so far."""
+
+    prompt: PromptTokens
+    text: ChoiceText
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [token for piece in self.pieces for token in piece.tokens]
+
+    @property
+    def output_text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+class Generation:
+    """All choices of one request: choice `p * n + i` is the `i`-th output of prompt `p`."""
+
+    def __init__(
+        self,
+        state: AppState,
+        request: Request,
+        body: SamplingBody,
+        prompts: Sequence[PromptTokens],
+        sampling: Sampling,
+        ignored: Ignored,
+        id_prefix: str,
+    ) -> None:
+        """Submits at once. Raises `InvalidRequest` for a prompt that does not fit."""
+        self.state = state
+        self.body = body
+        self.ignored = ignored
+        self.num_per_prompt = body.n or 1
+        self.prompts = prompts
+        self.model = served_model(body.model, state)
+        self.id = f"{id_prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        if body.request_id is not None:
+            request.scope[SCOPE_KEY] = body.request_id
+        specs = [
+            ChoiceSpec(prompt.token_ids, sampling.params(len(prompt.token_ids), choice))
+            for prompt in prompts
+            for choice in range(self.num_per_prompt)
+        ]
+        skip_special = body.skip_special_tokens is not False
+        self.choices = [
+            ChoiceResult(
+                prompt,
+                ChoiceText(
+                    state.tools.tokenizer.detokenizer(prompt.token_ids, skip_special),
+                    StopStrings(tuple(body.stop), bool(body.include_stop_str_in_output)),
+                    min_tokens=sampling.min_tokens,
+                    own_stop_token_ids=sampling.stop_token_ids,
+                    include_stop=bool(body.include_stop_str_in_output),
+                    text_offset=len(prompt.echo_text),
+                ),
+            )
+            for prompt in prompts
+            for _ in range(self.num_per_prompt)
+        ]
+        rank = wanted_rank(request, state)
+        self._submission = state.engine.submit(specs, body.priority or 0, rank)
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Pieces of all choices as they come, until all have ended; aborts what has not when
+        closed. Raises `GenerationFailed`.
+        """
+        num_open = len(self.choices)
+        try:
+            while num_open:
+                index, output = await self._submission.next()
+                choice = self.choices[index]
+                if choice.text.finish_reason is not None:
+                    continue  # on its way when a stop string ended the choice
+                if output.prompt_logprobs is not None:
+                    choice.prompt_logprobs = output.prompt_logprobs
+                choice.num_cached_tokens = max(choice.num_cached_tokens, output.num_cached_tokens)
+                piece = choice.text.feed(output)
+                if choice.text.finish_reason is not None:
+                    num_open -= 1
+                    self._submission.stop(index)
+                if piece is not None:
+                    yield index, piece
+        finally:
+            self._submission.close()
+
+    async def collect(self) -> None:
+        """Wait for the end of all choices; their pieces are kept."""
+        async for index, piece in self.pieces():
+            self.choices[index].pieces.append(piece)
+
+    def close(self) -> None:
+        self._submission.close()
+
+    @property
+    def usage(self) -> Usage:
+        """Each prompt counts once, however many choices it has."""
+        prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
+        completion = sum(choice.text.num_tokens for choice in self.choices)
+        firsts = self.choices[:: self.num_per_prompt]
+        cached = sum(choice.num_cached_tokens for choice in firsts)
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    def answer(self, kind: str, choices: list[Any], **more: Any) -> Answer:
+        """A body, or a chunk of one, with `choices`."""
+        return Answer(
+            id=self.id,
+            object=kind,
+            created=self.created,
+            model=self.model,
+            system_fingerprint=self.state.system_fingerprint,
+            choices=choices,
+            **more,
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
+    def chunk_usage(self) -> Any:
+        """What every chunk but the last says of usage: null where a last one will come."""
+        return None if self.wants_usage else UNSET
+
+
+async def encode_all(state: AppState, texts: Sequence[str], add_special: bool) -> list[list[int]]:
+    tokenizer = state.tools.tokenizer
+    return list(
+        await asyncio.gather(*(tokenizer.encode_async(text, add_special) for text in texts))
+    )

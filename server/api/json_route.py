@@ -1,0 +1,56 @@
+"""Reading of JSON bodies, stricter and faster than the framework's own."""
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from moed.server.api.errors import UnsupportedMediaType
+
+# The client is gone; nobody reads this answer.
+CLIENT_CLOSED_REQUEST = 499
+
+
+class JsonRequest(Request):
+    """Takes RFC 8259 and nothing else: no NaN, no lone surrogates, no invalid UTF-8."""
+
+    async def json(self) -> Any:
+        try:
+            return msgspec.json.decode(await self.body())
+        except RecursionError:
+            raise json.JSONDecodeError("nested too deeply", "", 0) from None
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+class JsonRoute(APIRoute):
+    """A route whose body must say that it is JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            json_request = JsonRequest(request.scope, request.receive)
+            try:
+                if request.method == "POST" and await json_request.body():
+                    check_media_type(request.headers.get("content-type"))
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return await handler(json_request)
+
+        return handle
+
+
+def check_media_type(content_type: str | None) -> None:
+    """None passes: many small clients send no type. Raises `UnsupportedMediaType`."""
+    if content_type is None:
+        return
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType(
+            f"the body's Content-Type is {media_type[:80]!r}; send application/json"
+        )

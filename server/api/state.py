@@ -1,0 +1,87 @@
+"""All that the routes work with, made once by the front end and passed to `create_app`."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from moed.config.engine_config import EngineConfig
+from moed.server.chat_template import ChatTemplate
+from moed.server.engine_client import EngineClient
+from moed.server.health import Health
+from moed.server.metrics import Metrics
+from moed.server.tokenizer import TextTokenizer
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+class OpenRequests:
+    """How many API requests are between their arrival and the last byte of their answer."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
+    def __enter__(self) -> None:
+        self._num_open += 1
+        self._is_empty.clear()
+
+    def __exit__(self, *exception: object) -> None:
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._is_empty.set()
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """True once none is open, False when the time is over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class TextTools:
+    """What stands between text and tokens."""
+
+    tokenizer: TextTokenizer
+    chat_template: ChatTemplate | None
+
+
+@dataclass
+class AppState:
+    """`text` is filled once the tokenizer has been read; routes that need it answer 503 before."""
+
+    config: EngineConfig
+    engine: EngineClient
+    health: Health
+    metrics: Metrics
+    text: TextTools | None = None
+    open_requests: OpenRequests = field(default_factory=OpenRequests)
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    version: str = field(default_factory=lambda: installed_version("moed") or "0+unknown")
+
+    @property
+    def tools(self) -> TextTools:
+        """The text tools, behind the check that the daemon is ready."""
+        assert self.text is not None
+        return self.text
+
+    @property
+    def system_fingerprint(self) -> str:
+        return f"moed-{self.version}-{self.config.digest():016x}"[: len(self.version) + 14]
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.context_length

@@ -1,0 +1,347 @@
+"""The front end's side of the engines: submits requests, routes their tokens, aborts, and wakes.
+
+This is the one waker of the group: a rank is given its message first, and only then is the wake
+number raised and sent to every rank.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moed.config.engine_config import EngineConfig
+from moed.server.balancer import Balancer, request_load
+from moed.server.health import Health
+from moed.server.messages import (
+    AbortRequests,
+    AddRequest,
+    FromEngine,
+    RankProgress,
+    RankReady,
+    SamplingParams,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    TokenOutput,
+    Wake,
+)
+from moed.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+MIN_RETRY_AFTER_S = 1
+MAX_RETRY_AFTER_S = 60
+
+
+class Channel(Protocol):
+    """What is needed of `moed.server.channel.FrontendChannel`."""
+
+    async def receive(self) -> FromEngine: ...
+
+    def send(self, rank: int, message: ToEngine) -> None: ...
+
+
+class GenerationFailed(Exception):
+    """A request ends with an error of the engine or of the group; the message is for the client."""
+
+
+class QueueFull(Exception):
+    """More requests wait than are allowed."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class ChoiceSpec:
+    """One sequence to generate: what becomes one engine request."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(eq=False)
+class OpenChoice:
+    """One engine request that has not ended."""
+
+    request_id: str
+    index: int
+    rank: int
+    epoch: int
+    submission: "Submission"
+    load: int
+    """Tokens counted for it at the balancer."""
+    num_prompt_tokens: int
+    next_output_index: int
+    submitted_at: float
+    last_token_at: float | None = None
+
+
+class Submission:
+    """The choices of one HTTP request. Always `close` it: what has not ended is aborted."""
+
+    def __init__(self, client: "EngineClient", num_choices: int) -> None:
+        self._client = client
+        self._outputs: asyncio.Queue[tuple[int, TokenOutput] | GenerationFailed] = asyncio.Queue()
+        self.open: dict[int, OpenChoice] = {}
+        self.num_choices = num_choices
+
+    def put(self, item: tuple[int, TokenOutput] | GenerationFailed) -> None:
+        self._outputs.put_nowait(item)
+
+    async def next(self) -> tuple[int, TokenOutput]:
+        """The next output of any choice, with the choice's index. Raises `GenerationFailed`."""
+        item = await self._outputs.get()
+        if isinstance(item, GenerationFailed):
+            raise item
+        return item
+
+    def stop(self, index: int) -> None:
+        """End one choice early: its text is complete."""
+        if (choice := self.open.get(index)) is not None:
+            self._client.abort([choice], "stop")
+
+    def close(self) -> None:
+        """Abort what is still open. Safe to call twice."""
+        if self.open:
+            self._client.abort(list(self.open.values()), "abort")
+
+
+class EngineClient:
+    """All open requests of this front end. Use from one event loop; `run` must be running."""
+
+    def __init__(
+        self, config: EngineConfig, channel: Channel, health: Health, metrics: Metrics
+    ) -> None:
+        self._config = config
+        self._channel = channel
+        self._health = health
+        self._metrics = metrics
+        self._num_ranks = config.parallel.data_parallel_size
+        self._balancer = Balancer(self._num_ranks)
+        self._choices: dict[str, OpenChoice] = {}
+        self._wake_number = 0
+        self._is_stopped = False
+        self._ready: dict[int, RankReady] = {}
+        self.context_length = 0
+        """Most prompt plus output tokens of one request; 0 until the ranks are ready."""
+        self.num_kv_blocks = 0
+        """Per rank; 0 until the ranks are ready."""
+        self._finishes: list[float] = []
+
+    # From the engines ----------------------------------------------------------------------------
+
+    async def run(self, on_rank_ready: Callable[[RankReady], None]) -> None:
+        """Route messages until cancelled."""
+        while True:
+            self.handle(await self._channel.receive(), on_rank_ready)
+
+    def handle(self, message: FromEngine, on_rank_ready: Callable[[RankReady], None]) -> None:
+        match message:
+            case StepOutputs():
+                self._on_step(message)
+            case RankProgress(rank, phase):
+                self._health.on_progress(rank, phase)
+            case RankReady():
+                self._ready[message.rank] = message
+                lengths = [
+                    min(ready.max_model_len, ready.num_kv_blocks * ready.block_size)
+                    for ready in self._ready.values()
+                ]
+                self.context_length = min(lengths)
+                self.num_kv_blocks = min(r.num_kv_blocks for r in self._ready.values())
+                self._metrics.on_rank_ready(message)
+                self._health.on_rank_ready(message.rank)
+                on_rank_ready(message)
+
+    def _on_step(self, step: StepOutputs) -> None:
+        self._metrics.on_stats(step.stats)
+        now = time.monotonic()
+        for output in step.outputs:
+            choice = self._choices.get(output.request_id)
+            # Unknown: it was aborted, and this was on its way. Another epoch, or another rank: it
+            # has been taken over since.
+            if choice is None or output.epoch != choice.epoch or step.rank != choice.rank:
+                continue
+            self._on_output(choice, output, now)
+
+    def _on_output(self, choice: OpenChoice, output: TokenOutput, now: float) -> None:
+        if output.finish_reason == "error" or output.error is not None:
+            self._end(choice, "error")
+            choice.submission.put(GenerationFailed(output.error or "the engine gave no reason"))
+            return
+        fresh = drop_duplicates(output, choice.next_output_index)
+        if fresh is None:
+            return
+        if fresh.output_index > choice.next_output_index:
+            logger.error(
+                "rank %d sent output %d of %s, expected %d",
+                choice.rank,
+                fresh.output_index,
+                choice.request_id,
+                choice.next_output_index,
+            )
+            self.abort([choice], "error")
+            choice.submission.put(GenerationFailed("tokens were lost between engine and server"))
+            return
+        if fresh.token_ids:
+            self._on_tokens(choice, len(fresh.token_ids), now)
+        if fresh.finish_reason is not None:
+            self._end(choice, fresh.finish_reason)
+        choice.submission.put((choice.index, fresh))
+
+    def _on_tokens(self, choice: OpenChoice, num_tokens: int, now: float) -> None:
+        choice.next_output_index += num_tokens
+        self._metrics.on_tokens(
+            choice.rank, choice.submitted_at, choice.last_token_at, num_tokens, now
+        )
+        done = num_tokens + (choice.num_prompt_tokens if choice.last_token_at is None else 0)
+        done = min(done, choice.load)
+        choice.load -= done
+        self._balancer.done(choice.rank, done)
+        choice.last_token_at = now
+
+    def _end(self, choice: OpenChoice, reason: str) -> None:
+        del self._choices[choice.request_id]
+        del choice.submission.open[choice.index]
+        self._balancer.done(choice.rank, choice.load)
+        choice.load = 0
+        now = time.monotonic()
+        self._metrics.on_finish(choice.rank, reason, choice.submitted_at, now)
+        self._finishes.append(now)
+        del self._finishes[:-100]
+
+    # To the engines ------------------------------------------------------------------------------
+
+    def submit(
+        self, specs: Sequence[ChoiceSpec], priority: int, wanted_rank: int | None
+    ) -> Submission:
+        """Give every choice to a rank, then wake all ranks. Raises `GenerationFailed` when the
+        group is gone, `QueueFull` when too many wait.
+        """
+        if not self._health.is_ready:
+            raise GenerationFailed(self._health.reason)
+        self._check_queue(len(specs))
+        submission = Submission(self, len(specs))
+        now = time.monotonic()
+        for index, spec in enumerate(specs):
+            num_prompt_tokens = len(spec.prompt_token_ids)
+            load = request_load(num_prompt_tokens, spec.params.max_tokens)
+            choice = OpenChoice(
+                request_id=uuid.uuid4().hex,
+                index=index,
+                rank=self._balancer.choose(load, wanted_rank),
+                epoch=0,
+                submission=submission,
+                load=load,
+                num_prompt_tokens=num_prompt_tokens,
+                next_output_index=0,
+                submitted_at=now,
+            )
+            self._choices[choice.request_id] = choice
+            submission.open[index] = choice
+            self._channel.send(
+                choice.rank,
+                AddRequest(
+                    request_id=choice.request_id,
+                    epoch=choice.epoch,
+                    prompt_token_ids=spec.prompt_token_ids,
+                    params=spec.params,
+                    priority=priority,
+                ),
+            )
+        self._wake()
+        return submission
+
+    def _check_queue(self, num_new: int) -> None:
+        scheduler = self._config.scheduler
+        num_slots = scheduler.max_num_seqs * self._num_ranks
+        num_waiting = max(0, len(self._choices) - num_slots)
+        if num_waiting and num_waiting + num_new > scheduler.max_num_queued_requests:
+            raise QueueFull(
+                f"{num_waiting} requests wait already, and at most "
+                f"{scheduler.max_num_queued_requests} may (max_num_queued_requests). Try again "
+                "later.",
+                self._retry_after_s(num_waiting),
+            )
+
+    def _retry_after_s(self, num_waiting: int) -> int:
+        """Seconds until the queue should have drained, by the last finishes."""
+        if len(self._finishes) < 2:
+            return MIN_RETRY_AFTER_S
+        span_s = time.monotonic() - self._finishes[0]
+        estimate = num_waiting * span_s / len(self._finishes)
+        return int(min(max(estimate, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S))
+
+    def abort(self, choices: Sequence[OpenChoice], reason: str) -> None:
+        """Free these on their ranks; nothing more of them will be routed."""
+        by_rank: dict[int, list[str]] = {}
+        for choice in choices:
+            by_rank.setdefault(choice.rank, []).append(choice.request_id)
+            self._end(choice, reason)
+        if self._is_stopped:
+            return
+        for rank, request_ids in by_rank.items():
+            self._channel.send(rank, AbortRequests(request_ids))
+        self._wake()
+
+    def _wake(self) -> None:
+        self._wake_number += 1
+        for rank in range(self._num_ranks):
+            self._channel.send(rank, Wake(self._wake_number))
+
+    # The end -------------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return len(self._choices)
+
+    def fail_all(self, message: str) -> int:
+        """Every open request gets an error; returns how many there were."""
+        submissions = {id(c.submission): c.submission for c in self._choices.values()}
+        self.abort(list(self._choices.values()), "error")
+        for submission in submissions.values():
+            submission.put(GenerationFailed(message))
+        return len(submissions)
+
+    def shut_down(self) -> None:
+        """Tell all ranks to leave together. Safe to call twice; ranks that have never been ready
+        are not told.
+        """
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        for rank in self._ready:
+            self._channel.send(rank, Shutdown())
+        if len(self._ready) == self._num_ranks:
+            self._wake()
+
+
+def drop_duplicates(output: TokenOutput, next_index: int) -> TokenOutput | None:
+    """What of `output` has not been seen yet; None when nothing. Outputs can repeat after a request
+    has been taken over by another engine.
+    """
+    num_seen = next_index - output.output_index
+    if num_seen <= 0:
+        return output
+    if num_seen >= len(output.token_ids):
+        # An end that repeats old tokens, or has none, is still news.
+        if output.finish_reason is None:
+            return None
+        num_seen = len(output.token_ids)
+    return TokenOutput(
+        request_id=output.request_id,
+        epoch=output.epoch,
+        output_index=next_index,
+        token_ids=output.token_ids[num_seen:],
+        finish_reason=output.finish_reason,
+        stop_token_id=output.stop_token_id,
+        logprobs=None if output.logprobs is None else output.logprobs[num_seen:],
+        prompt_logprobs=output.prompt_logprobs,
+        num_cached_tokens=output.num_cached_tokens,
+    )

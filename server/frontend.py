@@ -1,0 +1,230 @@
+"""The process of the HTTP front end: answers from its first second on, serves once the ranks are
+ready, drains and stops as the launcher says.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from multiprocessing.connection import Connection
+
+import msgspec
+import uvicorn
+import uvloop
+
+from moed.config.engine_config import EngineConfig
+from moed.config.errors import MoedError
+from moed.server.api.app import create_app
+from moed.server.api.state import AppState, TextTools
+from moed.server.channel import FrontendChannel
+from moed.server.chat_template import ChatTemplate
+from moed.server.engine_client import EngineClient
+from moed.server.health import Health
+from moed.server.lifecycle import die_with_parent
+from moed.server.logs import setup_logging
+from moed.server.messages import (
+    Drain,
+    Drained,
+    FromFrontend,
+    GroupReady,
+    RankLost,
+    RankReady,
+    Serving,
+    StopNow,
+    ToFrontend,
+)
+from moed.server.metrics import Metrics
+from moed.server.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+# Once their error event is written, clients get this long to take it.
+FLUSH_S = 1.0
+# Connections that are still open when the server leaves.
+CLOSE_S = 1
+KEEP_CONNECTION_S = 75
+
+_to_frontend = msgspec.msgpack.Decoder(ToFrontend)
+
+
+def run_frontend(
+    config: EngineConfig,
+    http_socket: socket.socket,
+    channel_address: str,
+    launcher_pipe: Connection,
+) -> None:
+    """Target of the front end's process; returns after a stop."""
+    die_with_parent()
+    # A terminal's Ctrl-C, or a supervisor's signal to the group, reaches every process; the
+    # launcher alone decides what it means.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    setup_logging("http", config.server.log_level)
+    frontend = Frontend(config, http_socket, channel_address, launcher_pipe)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(frontend.serve())
+    except MoedError as error:
+        logger.error("%s", error)
+        sys.exit(error.exit_code)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, without its own idea of signals, and with a call when it listens."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def wait_started(self) -> None:
+        while not self.started:
+            await asyncio.sleep(0.005)
+
+
+class Frontend:
+    """Everything that lives in the front end's process."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        http_socket: socket.socket,
+        channel_address: str,
+        launcher_pipe: Connection,
+    ) -> None:
+        self._config = config
+        self._http_socket = http_socket
+        self._channel_address = channel_address
+        self._pipe = launcher_pipe
+        self._commands: asyncio.Queue[ToFrontend] = asyncio.Queue()
+        self._has_announced = False
+
+    async def serve(self) -> None:
+        """Serve until `StopNow`, or until the launcher is gone."""
+        channel = FrontendChannel(self._channel_address)
+        health = Health(self._config.parallel.data_parallel_size)
+        metrics = Metrics(self._config)
+        self._engine = EngineClient(self._config, channel, health, metrics)
+        self._state = AppState(self._config, self._engine, health, metrics)
+        self._server = HttpServer(self._uvicorn_config())
+        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read_pipe)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(self._engine.run(self._on_rank_ready)),
+                    tasks.create_task(self._load_text_tools()),
+                    tasks.create_task(self._announce()),
+                ]
+                http = tasks.create_task(self._server.serve(sockets=[self._http_socket]))
+                await self._obey()
+                self._server.should_exit = True
+                await http
+                for task in background:
+                    task.cancel()
+        except* MoedError as group:
+            raise group.exceptions[0] from None
+        finally:
+            channel.close()
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            create_app(self._state),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=self._config.server.access_log,
+            server_header=False,
+            timeout_keep_alive=KEEP_CONNECTION_S,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+
+    # Getting ready -------------------------------------------------------------------------------
+
+    async def _announce(self) -> None:
+        await self._server.wait_started()
+        self._tell(Serving())
+
+    async def _load_text_tools(self) -> None:
+        folder = self._config.model.path
+        tokenizer = await asyncio.to_thread(TextTokenizer.load, folder)
+        template = await asyncio.to_thread(ChatTemplate.load, folder)
+        self._state.text = TextTools(tokenizer, template)
+        self._state.health.on_tokenizer()
+        self._check_ready()
+
+    def _on_rank_ready(self, ready: RankReady) -> None:
+        logger.info(
+            "rank %d is ready (%s)",
+            ready.rank,
+            ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in ready.startup_s.items()),
+        )
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if self._state.health.is_ready and not self._has_announced:
+            self._has_announced = True
+            self._tell(
+                GroupReady(
+                    num_kv_blocks=self._engine.num_kv_blocks,
+                    max_model_len=self._engine.context_length,
+                )
+            )
+
+    # The launcher --------------------------------------------------------------------------------
+
+    def _read_pipe(self) -> None:
+        try:
+            while self._pipe.poll():
+                self._commands.put_nowait(_to_frontend.decode(self._pipe.recv_bytes()))
+        except (EOFError, OSError):
+            # The launcher is gone: there is nobody left to serve for.
+            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            self._commands.put_nowait(StopNow())
+
+    def _tell(self, message: FromFrontend) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send_bytes(msgspec.msgpack.encode(message))
+
+    async def _obey(self) -> None:
+        """Do what the launcher says, until it says to stop."""
+        draining: asyncio.Task[None] | None = None
+        while True:
+            command = await self._commands.get()
+            match command:
+                case RankLost(rank, error):
+                    self._state.health.fail(rank, error)
+                    self._state.metrics.on_rank_lost(rank)
+                    await self._end_open(error)
+                case Drain():
+                    self._state.health.drain()
+                    draining = draining or asyncio.create_task(self._drain())
+                case StopNow():
+                    if draining is not None:
+                        draining.cancel()
+                    self._state.health.drain()
+                    self._engine.fail_all("the server is stopping")
+                    self._engine.shut_down()
+                    await self._state.open_requests.wait_empty(FLUSH_S)
+                    return
+
+    async def _end_open(self, error: str) -> None:
+        """Every open request gets `error`, at once; says so when all have left."""
+        num_unfinished = self._engine.fail_all(error)
+        await self._state.open_requests.wait_empty(FLUSH_S)
+        self._tell(Drained(num_unfinished=num_unfinished))
+
+    async def _drain(self) -> None:
+        """Let open requests finish within the timeout, then have all ranks leave together."""
+        timeout_s = self._config.server.shutdown_timeout_s
+        num_unfinished = 0
+        if not await self._state.open_requests.wait_empty(timeout_s):
+            num_unfinished = self._engine.fail_all(
+                f"the server is shutting down, and this request took longer than the {timeout_s:g} "
+                "s that it had left (shutdown_timeout)"
+            )
+            await self._state.open_requests.wait_empty(FLUSH_S)
+        self._engine.shut_down()
+        self._tell(Drained(num_unfinished=num_unfinished))

@@ -1,0 +1,156 @@
+"""A real front end on a loopback port, in a thread, with fake engines and a launcher's pipe."""
+
+import asyncio
+import json
+import multiprocessing
+import pathlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import uvloop
+
+from moed.config.engine_config import EngineConfig
+from moed.server.frontend import Frontend
+from moed.server.messages import FromFrontend, ToFrontend
+from tests.server.http.fake_engine import FakeEngine
+
+_decoder = msgspec.msgpack.Decoder(FromFrontend)
+
+
+class Served:
+    """Use as a context; every wait is bounded."""
+
+    def __init__(self, config: EngineConfig, *, ready: bool = True) -> None:
+        self.config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="moed-test-")
+        address = f"ipc://{self._folder.name}/engines"
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.pipe, far_end = multiprocessing.Pipe()
+        self._frontend = Frontend(config, self._socket, address, far_end)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._ready = ready
+        self.engines = [
+            FakeEngine(address, rank, config.model.vocab_size)
+            for rank in range(config.parallel.data_parallel_size)
+        ]
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._frontend.serve())
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> "Served":
+        self._thread.start()
+        for engine in self.engines:
+            engine.start()
+        if self._ready:
+            self.make_ready()
+        return self
+
+    def make_ready(self) -> None:
+        for engine in self.engines:
+            engine.become_ready()
+        self.wait(lambda: self.get("/readyz").status_code == 200)
+
+    def __exit__(self, *exception: object) -> None:
+        self.pipe.close()
+        self._thread.join(10)
+        for engine in self.engines:
+            engine.stop()
+        self._socket.close()
+        self._folder.cleanup()
+        assert not self._thread.is_alive(), "the front end did not stop"
+        assert self.error is None or isinstance(exception[1], AssertionError), self.error
+
+    def tell(self, message: ToFrontend) -> None:
+        self.pipe.send_bytes(msgspec.msgpack.encode(message))
+
+    def hear(self, timeout_s: float = 5.0) -> FromFrontend:
+        """The next message to the launcher."""
+        assert self.pipe.poll(timeout_s), "the front end said nothing"
+        return _decoder.decode(self.pipe.recv_bytes())
+
+    def wait(self, is_true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_true():
+            assert self.error is None, self.error
+            assert time.monotonic() < deadline, "it did not become true in time"
+            time.sleep(0.01)
+
+    def wait_stopped(self, timeout_s: float = 5.0) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive()
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=10, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **options)
+
+    def complete(self, **body: Any) -> Any:
+        response = self.post("/v1/completions", body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, **body: Any) -> Any:
+        response = self.post("/v1/chat/completions", body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """The events of a streamed answer, `[DONE]` as that string."""
+        return list(self.events(path, **body))
+
+    def events(self, path: str, **body: Any) -> Iterator[Any]:
+        with httpx.stream(
+            "POST", self.url + path, json={**body, "stream": True}, timeout=20
+        ) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    payload = line.removeprefix("data: ")
+                    yield payload if payload == "[DONE]" else json.loads(payload)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20, **options
+        )
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20, **options
+        )
+
+    @property
+    def num_running(self) -> int:
+        return sum(engine.num_running for engine in self.engines)
+
+    @property
+    def last_request(self) -> Any:
+        """The request that reached an engine last (of tests that send one at a time)."""
+        return max((e.added[-1] for e in self.engines if e.added), key=self._order)
+
+    def _order(self, request: Any) -> int:
+        every = [r for engine in self.engines for r in engine.added]
+        return every.index(request)
+
+    def calm(self) -> None:
+        """Back to the way it was at the start."""
+        for engine in self.engines:
+            engine.__dict__.update(step_s=0.0, is_paused=False)
+        self.wait(lambda: self.num_running == 0)
+
+
+__all__ = ["Served", "pathlib"]
