@@ -35,13 +35,13 @@ def run(command: Command) -> int:
 
 
 def _show(command: Command) -> None:
-    from moed.config.resolve import resolve
+    from moed.config.resolve import resolve_and_explain
     from moed.config.show import show
     from moed.dist.registry import capabilities
 
     assert command.settings is not None
-    config = resolve(command.settings, capabilities())
-    print(show(command.settings, command.origins, config))
+    resolution = resolve_and_explain(command.settings, capabilities(), weights=False)
+    print(show(command.settings, command.origins, resolution), end="")
 
 
 def _serve(command: Command) -> int:
