@@ -14,7 +14,6 @@ from moed.config.errors import UsageError
 from moed.config.help import help_text
 from moed.config.names import did_you_mean, setting_of_flag
 from moed.config.settings import ServeSettings
-from moed.config.sources import read_file, read_variables
 
 COMMANDS = ("serve", "config show", "version")
 
@@ -46,6 +45,8 @@ def parse(argv: Sequence[str]) -> Command:
     for word in words:
         if word in ("-h", "--help", "--help=all"):
             return Command("help", text=help_text(everything=word == "--help=all"))
+        if word.startswith("--help="):
+            raise UsageError(f"{word}: there are --help and --help=all")
     if words[0] in ("version", "--version", "-V"):
         if words[1:]:
             raise UsageError(f"`moed version` takes nothing more, not {words[1]!r}")
@@ -61,13 +62,14 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def _with_settings(name: str, words: Sequence[str]) -> Command:
+    # None of these imports is needed for help; pydantic's takes longer than all the rest.
+    from moed.config.sources import read_file, read_variables
+    from moed.config.validation import validate
+
     flags = read_flags(words)
     variables = read_variables(environment())
     path = flags.get("config") or variables.get("config")
     file = read_file(str(path[0])) if path else {}
-    # Imports pydantic, which takes longer than everything above.
-    from moed.config.validation import validate
-
     settings, origins = validate(flags, variables, file)
     return Command(name, settings=settings, origins=origins)
 

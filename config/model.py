@@ -184,7 +184,7 @@ def _head_dim(fields: Fields, hidden_size: int, num_attention_heads: int) -> int
 def _eos_token_ids(
     raw: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int, source: Path
 ) -> tuple[int, ...]:
-    """The tokens that end an answer; generation_config.json wins, as chat models extend it there."""
+    """What ends an answer; generation_config.json wins, as chat models extend it there."""
     ids = generation.get("eos_token_id")
     if ids is None:
         ids = raw.get("eos_token_id")

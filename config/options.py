@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        return self.annotation == tuple[str, ...]
+        return bool(self.annotation == tuple[str, ...])
 
     @property
     def takes_auto(self) -> bool:

@@ -30,7 +30,7 @@ def is_service_link(name: str, value: str) -> bool:
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Settings from `MOED_*`: setting's name → (value, the variable). An empty value is not set.
+    """Settings from `MOED_*`: setting's name → (value, origin). An empty value is not set.
 
     Raises `ConfigError` for unknown names, and for two names of one setting.
     """
@@ -53,7 +53,7 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]
                 f"{found[setting.name][1]} and {variable} are two names of one setting: keep one"
             )
         given = _split(value) if setting.is_list else value
-        found[setting.name] = (given, variable)
+        found[setting.name] = (given, f"environment {variable}")
     if links:
         logger.warning("ignoring variables that Kubernetes sets for services: %s", ", ".join(links))
     return found
@@ -64,7 +64,7 @@ def _split(value: str) -> tuple[str, ...]:
 
 
 def read_file(path: str) -> dict[str, tuple[Any, str]]:
-    """Settings from a YAML (hence JSON) or TOML file: setting's name → (value, where).
+    """Settings from a YAML (hence JSON) or TOML file: setting's name → (value, origin).
 
     Raises `ConfigError` for what cannot be read, unknown keys, and two names of one setting.
     """
@@ -74,10 +74,10 @@ def read_file(path: str) -> dict[str, tuple[Any, str]]:
         if setting.name == "config":
             raise ConfigError(f"{path}: a config file cannot name another one (key {key!r})")
         if setting.name in found:
-            raise ConfigError(f"{found[setting.name][1]} and {key!r} are the same setting")
+            raise ConfigError(f"{path}: {key!r} gives {setting.name} a second time: keep one")
         if value is None:
             continue
-        found[setting.name] = (_from_file(value, setting.is_list), f"{key!r} in {path}")
+        found[setting.name] = (_from_file(value, setting.is_list), f"file {path}")
     return found
 
 
