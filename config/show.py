@@ -4,32 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from moed.config.budget import moe_bytes_per_rank
-from moed.config.capabilities import BackendCapabilities
 from moed.config.engine_config import EngineConfig
 from moed.config.names import settings
 from moed.config.options import Setting
-from moed.config.resolve import Resolution, resolve_and_explain
+from moed.config.resolve import Resolution
 from moed.config.settings import ServeSettings
 from moed.config.sizes import format_bytes
 
 HEADER = ("setting", "value", "from")
 
 
-def show(
-    values: ServeSettings,
-    origins: Mapping[str, str],
-    capabilities: Mapping[str, BackendCapabilities],
-) -> str:
-    """A table: setting, value, and flag, environment, file, default or auto.
-
-    Resolves, but downloads no weights. Raises what `resolve` raises.
-    """
-    resolution = resolve_and_explain(values, capabilities, weights=False)
-    return table(values, origins, resolution)
-
-
-def table(values: ServeSettings, origins: Mapping[str, str], resolution: Resolution) -> str:
-    """The text of `show`."""
+def show(values: ServeSettings, origins: Mapping[str, str], resolution: Resolution) -> str:
+    """A table: setting, value, and flag, environment, file, default or auto."""
     found = [_row(setting, values, origins, resolution) for setting in settings().values()]
     derived = [(name, value, "derived") for name, value in _derived(resolution.config).items()]
     rows = [HEADER, *(row for row in found if row is not None), *derived]
