@@ -9,8 +9,7 @@ Order of service is `Request.key`: lower priority numbers first, then who came f
 2. Running requests whose prompt is not yet computed get pieces of it. Their blocks are theirs since
    admission, so they never lack any.
 3. Waiting requests are admitted in order while seats, tokens and blocks last. The first one that
-   does not fit holds back those behind it, so a long prompt is never passed over for ever. Nobody
-   is admitted in a step that preempted.
+   does not fit holds back those behind it, so a long prompt is never passed over for ever.
 
 The first request in the order is never preempted and every admitted request fits alone, so each
 step makes progress and each request ends. A waiting request takes no running one's seat.
@@ -156,7 +155,6 @@ class Scheduler:
         """
         budget = self._config.max_num_batched_tokens
         chosen: list[ScheduledRequest] = []
-        num_preemptions = self.counters.num_preemptions
         for request in [r for r in self._running if r.is_decoding]:
             if budget == 0:
                 break
@@ -170,8 +168,7 @@ class Scheduler:
                 count = min(request.num_uncomputed_tokens, budget)
                 chosen.append(_piece(request, count))
                 budget -= count
-        if self.counters.num_preemptions == num_preemptions:
-            budget = self._admit(chosen, budget)
+        budget = self._admit(chosen, budget)
         num_tokens = self._config.max_num_batched_tokens - budget
         assert len(chosen) <= self._config.max_num_seqs and budget >= 0
         self.counters.max_step_tokens = max(self.counters.max_step_tokens, num_tokens)

@@ -119,6 +119,26 @@ def test_prompt_logprobs_are_sent_once_though_the_request_is_preempted() -> None
     assert harness.scheduler.counters.num_prompt_tokens == 21
 
 
+def test_prompt_logprobs_known_before_preemption_are_not_made_again() -> None:
+    harness = Harness(budget=4, num_blocks=12, block_size=4)
+    harness.add("a", [1] * 3, 20)
+    harness.step()
+    # In pieces of 3 beside a's decodes, until a needs a second block more than was left over.
+    prompt = list(range(40))
+    harness.add("b", prompt, 1, prompt_logprobs=0)
+    pieces: list[range] = []
+    while harness.scheduler.has_requests:
+        harness.step()
+        of_b = [s for s in harness.steps[-1].requests if s.request.request_id == "b"]
+        pieces += [s.prompt_logprob_positions for s in of_b]
+    assert harness.scheduler.counters.num_preemptions == 1
+    # Every position once, in order, though the first ones were computed twice.
+    assert [position for piece in pieces for position in piece] == list(range(39))
+    assert range(0) in [range(len(piece)) for piece in pieces]
+    (output,) = harness.outputs["b"]
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 40
+
+
 def test_length_limit_leaves_one_token_for_the_longest_prompt() -> None:
     harness = Harness(max_model_len=12, num_blocks=8)
     harness.add("fits", [1] * 11, 100)
