@@ -1,0 +1,147 @@
+"""One readable decoder for all families: attention replicated, experts spread over the ranks.
+
+Legend: T tokens, D hidden, H query heads, G KV heads, d head dim, J rows whose logits are wanted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from moed.config.engine_config import ModelConfig
+from moed.dist.dp_metadata import DPMetadata
+from moed.moe.attention import paged_attention
+from moed.moe.batch import ForwardBatch
+from moed.moe.experts import Experts, swiglu_expert
+from moed.moe.families import DecoderFeatures
+from moed.moe.fused_moe import FusedMoE
+from moed.moe.kv_cache import KVCache
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dim, in float32, as the checkpoints were trained."""
+    wide = hidden.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return weight * wide.to(hidden.dtype)
+
+
+def rotary_tables(
+    positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine, each [T, 1, d], for the half-split layout of Hugging Face checkpoints."""
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    frequencies = 1.0 / theta ** (steps / head_dim)
+    angles = positions.float()[:, None] * frequencies
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(states: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Apply rotary position embedding to [T, heads, d]."""
+    cosine, sine = tables
+    first, second = states.chunk(2, dim=-1)
+    return states * cosine + torch.cat([-second, first], dim=-1) * sine
+
+
+@dataclass
+class Attention:
+    """Weights of one layer's attention."""
+
+    qkv: torch.Tensor
+    """[(H + 2 G) d, D]."""
+    qkv_bias: torch.Tensor | None
+    output: torch.Tensor
+    """[D, H d]."""
+    output_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+
+
+@dataclass
+class DenseMLP:
+    """SwiGLU of every token."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass
+class Layer:
+    """One decoder layer: attention, then a MoE or a dense MLP."""
+
+    input_norm: torch.Tensor
+    attention: Attention
+    post_attention_norm: torch.Tensor
+    mlp: FusedMoE | DenseMLP
+
+
+class Decoder:
+    """Holds the layers; every rank calls `forward` in every step."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        features: DecoderFeatures,
+        embedding: torch.Tensor,
+        layers: list[Layer],
+        experts: list[Experts],
+        final_norm: torch.Tensor,
+        head: torch.Tensor,
+    ) -> None:
+        """`embedding` [V, D], `head` [V, D]; `experts` are those inside `layers`."""
+        self._model = model
+        self._features = features
+        self._embedding = embedding
+        self._layers = layers
+        self._experts = experts
+        self._final_norm = final_norm
+        self._head = head
+
+    @property
+    def num_moe_rows(self) -> int:
+        """(row, expert) pairs that this rank's experts have computed."""
+        return sum(experts.num_rows for experts in self._experts)
+
+    def forward(
+        self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
+    ) -> torch.Tensor:
+        """Logits [J, V] float32. With T = 0 the rank still takes part in each MoE layer."""
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        eps = self._features.rms_norm_eps
+        tables = rotary_tables(
+            batch.positions, self._model.head_dim, self._features.rope_theta, hidden.dtype
+        )
+        for index, layer in enumerate(self._layers):
+            normed = rms_norm(hidden, layer.input_norm, eps)
+            hidden = hidden + self._attend(index, layer.attention, normed, tables, batch, kv_cache)
+            normed = rms_norm(hidden, layer.post_attention_norm, eps)
+            if isinstance(layer.mlp, FusedMoE):
+                hidden = hidden + layer.mlp(normed, dp_metadata)
+            else:
+                hidden = hidden + swiglu_expert(normed, layer.mlp.gate_up, layer.mlp.down)
+        wanted = rms_norm(hidden[batch.logits_indices], self._final_norm, eps)
+        return F.linear(wanted, self._head).float()
+
+    def _attend(
+        self,
+        index: int,
+        weights: Attention,
+        hidden: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+    ) -> torch.Tensor:
+        if not batch.num_tokens:
+            return hidden
+        model, eps = self._model, self._features.rms_norm_eps
+        heads, kv_heads, head_dim = model.num_attention_heads, model.num_kv_heads, model.head_dim
+        states = F.linear(hidden, weights.qkv, weights.qkv_bias)
+        states = states.view(-1, heads + 2 * kv_heads, head_dim)
+        query, key, value = states.split([heads, kv_heads, kv_heads], dim=1)
+        if weights.query_norm is not None and weights.key_norm is not None:
+            query = rms_norm(query, weights.query_norm, eps)
+            key = rms_norm(key, weights.key_norm, eps)
+        query, key = rotate(query, tables), rotate(key, tables)
+        kv_cache.write(index, key, value, batch.slot_mapping)
+        attended = paged_attention(query, index, kv_cache, batch, head_dim**-0.5)
+        return F.linear(attended.reshape(-1, heads * head_dim), weights.output, weights.output_bias)

@@ -1,0 +1,131 @@
+"""Model families as declarations: what config.json means, and what the checkpoint's tensors are
+called. The decoder is one and the same.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moed.config.engine_config import ModelConfig
+from moed.config.errors import ModelError
+
+
+@dataclass(frozen=True)
+class DecoderFeatures:
+    """What the decoder needs to know beyond the sizes of `ModelConfig`."""
+
+    rms_norm_eps: float
+    rope_theta: float
+    has_qk_norm: bool
+    attention_bias: bool
+    renormalize: bool
+    """The router's K weights are made to sum to 1."""
+    moe_layers: tuple[bool, ...]
+    """By layer: MoE, or a dense MLP."""
+    dense_intermediate_size: int
+    tie_word_embeddings: bool
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a layer's tensors lie below `model.layers.N.`; `{e}` is a global expert id."""
+
+    moe: str
+    gate: str
+    up: str
+    down: str
+    fused_gate_up: str
+    fused_down: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """One declaration."""
+
+    names: Names
+    features: Callable[[ModelConfig], DecoderFeatures]
+
+
+def family_of(model: ModelConfig) -> Family:
+    """Raises `ModelError` for a model type without a declaration."""
+    if model.model_type not in FAMILIES:
+        raise ModelError(
+            f"models of type {model.model_type!r} are not served; served are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model.model_type]
+
+
+def _common(model: ModelConfig) -> dict[str, Any]:
+    config = model.hf_config
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"hidden_act {activation!r} is not served; served is 'silu'")
+    return {
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": _rope_theta(config),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "dense_intermediate_size": int(config.get("intermediate_size") or 0),
+    }
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ModelError(f"rope_type {kind!r} is not served; served is 'default'")
+    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+
+
+def _qwen3_moe(model: ModelConfig) -> DecoderFeatures:
+    config = model.hf_config
+    step = int(config.get("decoder_sparse_step") or 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    return DecoderFeatures(
+        **_common(model),
+        has_qk_norm=True,
+        attention_bias=bool(config.get("attention_bias", False)),
+        renormalize=bool(config.get("norm_topk_prob", False)),
+        moe_layers=tuple(
+            layer not in dense and (layer + 1) % step == 0 for layer in range(model.num_layers)
+        ),
+        sliding_window=config.get("sliding_window") if config.get("use_sliding_window") else None,
+    )
+
+
+def _mixtral(model: ModelConfig) -> DecoderFeatures:
+    return DecoderFeatures(
+        **_common(model),
+        has_qk_norm=False,
+        attention_bias=False,
+        renormalize=True,
+        moe_layers=(True,) * model.num_layers,
+        sliding_window=model.hf_config.get("sliding_window"),
+    )
+
+
+FAMILIES = {
+    "qwen3_moe": Family(
+        Names(
+            moe="mlp.",
+            gate="experts.{e}.gate_proj.weight",
+            up="experts.{e}.up_proj.weight",
+            down="experts.{e}.down_proj.weight",
+            fused_gate_up="experts.gate_up_proj",
+            fused_down="experts.down_proj",
+        ),
+        _qwen3_moe,
+    ),
+    "mixtral": Family(
+        Names(
+            moe="block_sparse_moe.",
+            gate="experts.{e}.w1.weight",
+            up="experts.{e}.w3.weight",
+            down="experts.{e}.w2.weight",
+            fused_gate_up="experts.gate_up_proj",
+            fused_down="experts.down_proj",
+        ),
+        _mixtral,
+    ),
+}

@@ -1,0 +1,165 @@
+"""From a checkpoint to a `Decoder` that holds this rank's experts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moed.config.engine_config import EngineConfig
+from moed.config.errors import ModelError
+from moed.dist.all2all.base import All2AllBackend
+from moed.dist.groups import Groups
+from moed.dist.placement import ExpertPlacement
+from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
+from moed.moe.experts import Experts, make_experts
+from moed.moe.families import DecoderFeatures, Names, family_of
+from moed.moe.fused_moe import FusedMoE
+from moed.moe.loader import Checkpoint, Dummy, Source
+
+__all__ = ["Decoder", "load_model"]
+
+
+def load_model(
+    config: EngineConfig,
+    groups: Groups,
+    backend: All2AllBackend,
+    placement: ExpertPlacement,
+    report: Callable[[str], None],
+) -> Decoder:
+    """Read the replicated weights and the own experts. Raises `ModelError`."""
+    device = torch.device(groups.device_type)
+    dtype = getattr(torch, config.model.dtype)
+    family = family_of(config.model)
+    features = family.features(config.model)
+    if features.sliding_window is not None:
+        if features.sliding_window < config.model.max_position_embeddings:
+            raise ModelError(
+                f"sliding_window is {features.sliding_window}, below max_position_embeddings "
+                f"{config.model.max_position_embeddings}: sliding windows are not served yet"
+            )
+    source: Source
+    if config.model.load_format == "dummy":
+        source = Dummy(config.model.seed, dtype, device)
+    else:
+        source = Checkpoint(Path(config.model.path), dtype, device)
+    builder = _Builder(config, features, family.names, source, groups.rank, backend, placement)
+    decoder = builder.build(report)
+    source.finish()
+    return decoder
+
+
+class _Builder:
+    def __init__(
+        self,
+        config: EngineConfig,
+        features: DecoderFeatures,
+        names: Names,
+        source: Source,
+        rank: int,
+        backend: All2AllBackend,
+        placement: ExpertPlacement,
+    ) -> None:
+        self._config = config
+        self._model = config.model
+        self._features = features
+        self._names = names
+        self._source = source
+        self._rank = rank
+        self._backend = backend
+        self._placement = placement
+        self._experts: list[Experts] = []
+
+    def build(self, report: Callable[[str], None]) -> Decoder:
+        model, get = self._model, self._source.get
+        vocabulary = (model.vocab_size, model.hidden_size)
+        embedding = get("model.embed_tokens.weight", vocabulary)
+        layers = []
+        for index in range(model.num_layers):
+            report(f"loading layer {index + 1} of {model.num_layers}")
+            layers.append(self._layer(index))
+        final_norm = get("model.norm.weight", (model.hidden_size,))
+        if self._features.tie_word_embeddings:
+            head = embedding
+            self._source.skip("lm_head.weight")
+        else:
+            head = get("lm_head.weight", vocabulary)
+        return Decoder(model, self._features, embedding, layers, self._experts, final_norm, head)
+
+    def _layer(self, index: int) -> Layer:
+        prefix, hidden = f"model.layers.{index}.", self._model.hidden_size
+        return Layer(
+            input_norm=self._source.get(f"{prefix}input_layernorm.weight", (hidden,)),
+            attention=self._attention(f"{prefix}self_attn."),
+            post_attention_norm=self._source.get(
+                f"{prefix}post_attention_layernorm.weight", (hidden,)
+            ),
+            mlp=(
+                self._moe(prefix + self._names.moe)
+                if self._features.moe_layers[index]
+                else self._dense(f"{prefix}mlp.")
+            ),
+        )
+
+    def _attention(self, prefix: str) -> Attention:
+        model, get = self._model, self._source.get
+        query = model.num_attention_heads * model.head_dim
+        kv = model.num_kv_heads * model.head_dim
+        parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
+        has_bias, has_norm = self._features.attention_bias, self._features.has_qk_norm
+        norm = (model.head_dim,)
+        return Attention(
+            qkv=torch.cat(
+                [get(f"{prefix}{name}.weight", (rows, model.hidden_size)) for name, rows in parts]
+            ),
+            qkv_bias=(
+                torch.cat([get(f"{prefix}{name}.bias", (rows,)) for name, rows in parts])
+                if has_bias
+                else None
+            ),
+            output=get(f"{prefix}o_proj.weight", (model.hidden_size, query)),
+            output_bias=get(f"{prefix}o_proj.bias", (model.hidden_size,)) if has_bias else None,
+            query_norm=get(f"{prefix}q_norm.weight", norm) if has_norm else None,
+            key_norm=get(f"{prefix}k_norm.weight", norm) if has_norm else None,
+        )
+
+    def _dense(self, prefix: str) -> DenseMLP:
+        size, hidden = self._features.dense_intermediate_size, self._model.hidden_size
+        get = self._source.get
+        return DenseMLP(
+            gate_up=torch.cat(
+                [get(f"{prefix}{name}_proj.weight", (size, hidden)) for name in ("gate", "up")]
+            ),
+            down=get(f"{prefix}down_proj.weight", (hidden, size)),
+        )
+
+    def _moe(self, prefix: str) -> FusedMoE:
+        model = self._model
+        router = self._source.get(f"{prefix}gate.weight", (model.num_experts, model.hidden_size))
+        gate_up, down = self._expert_weights(prefix)
+        experts = make_experts(
+            self._backend.capabilities.activation_format, gate_up.device.type, gate_up, down
+        )
+        self._experts.append(experts)
+        return FusedMoE(
+            self._config.fused_moe, router, self._features.renormalize, experts, self._backend
+        )
+
+    def _expert_weights(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The own experts: [e, 2I, D] and [e, D, I]."""
+        model, names, get = self._model, self._names, self._source.get
+        size, hidden = model.moe_intermediate_size, model.hidden_size
+        own = self._placement.local_expert_ids(self._rank)
+        own_set = set(own)
+        for expert in range(model.num_experts):
+            if expert not in own_set:
+                for name in (names.gate, names.up, names.down):
+                    self._source.skip(prefix + name.format(e=expert))
+        dtype = getattr(torch, model.dtype)
+        device = torch.device(self._config.parallel.device)
+        gate_up = torch.empty(len(own), 2 * size, hidden, dtype=dtype, device=device)
+        down = torch.empty(len(own), hidden, size, dtype=dtype, device=device)
+        for local, expert in enumerate(own):
+            gate_up[local, :size] = get(prefix + names.gate.format(e=expert), (size, hidden))
+            gate_up[local, size:] = get(prefix + names.up.format(e=expert), (size, hidden))
+            down[local] = get(prefix + names.down.format(e=expert), (hidden, size))
+        return gate_up, down
