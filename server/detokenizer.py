@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
+# A character has at most four bytes: what is incomplete after more tokens than this never will be
+# complete.
+MAX_HELD_TOKENS = 8
 
 
 class Detokenizer(Protocol):
@@ -58,9 +61,14 @@ class WindowDetokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._out):
+        is_incomplete = text.endswith(REPLACEMENT) and self._num_held <= MAX_HELD_TOKENS
+        if is_incomplete or len(text) <= len(self._out):
             return ""
         return self._emit(text)
+
+    @property
+    def _num_held(self) -> int:
+        return len(self._window) - self._num_out
 
     def flush(self) -> str:
         text = self._decode(self._window)

@@ -223,7 +223,7 @@ class EngineClient:
         """Give every choice to a rank, then wake all ranks. Raises `GenerationFailed` when the
         group is gone, `QueueFull` when too many wait.
         """
-        if not self._health.is_ready:
+        if self._is_stopped:
             raise GenerationFailed(self._health.reason)
         self._check_queue(len(specs))
         submission = Submission(self, len(specs))
@@ -308,6 +308,11 @@ class EngineClient:
         for submission in submissions.values():
             submission.put(GenerationFailed(message))
         return len(submissions)
+
+    def lose_group(self, message: str) -> int:
+        """As `fail_all`, when the ranks are gone: nothing is sent to them any more."""
+        self._is_stopped = True
+        return self.fail_all(message)
 
     def shut_down(self) -> None:
         """Tell all ranks to leave together. Safe to call twice; ranks that have never been ready

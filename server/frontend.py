@@ -63,6 +63,8 @@ def run_frontend(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     setup_logging("http", config.server.log_level)
+    # uvicorn's own story of its start; the launcher tells it better.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     frontend = Frontend(config, http_socket, channel_address, launcher_pipe)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -197,7 +199,9 @@ class Frontend:
                 case RankLost(rank, error):
                     self._state.health.fail(rank, error)
                     self._state.metrics.on_rank_lost(rank)
-                    await self._end_open(error)
+                    num_unfinished = self._engine.lose_group(error)
+                    await self._state.open_requests.wait_empty(FLUSH_S)
+                    self._tell(Drained(num_unfinished=num_unfinished))
                 case Drain():
                     self._state.health.drain()
                     draining = draining or asyncio.create_task(self._drain())
@@ -209,12 +213,6 @@ class Frontend:
                     self._engine.shut_down()
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     return
-
-    async def _end_open(self, error: str) -> None:
-        """Every open request gets `error`, at once; says so when all have left."""
-        num_unfinished = self._engine.fail_all(error)
-        await self._state.open_requests.wait_empty(FLUSH_S)
-        self._tell(Drained(num_unfinished=num_unfinished))
 
     async def _drain(self) -> None:
         """Let open requests finish within the timeout, then have all ranks leave together."""

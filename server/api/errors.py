@@ -144,7 +144,8 @@ def to_api_error(error: Exception, method: str = "", path: str = "") -> ApiError
         case QueueFull():
             return Unavailable(str(error), error.retry_after_s)
         case GenerationFailed():
-            return ApiError(str(error), code="engine_error")
+            # The same request would fail again, or has cost its work already.
+            return ApiError(str(error), code="engine_error", headers={"x-should-retry": "false"})
         case HTTPException(status_code=404):
             return NotFound(f"there is no route {method} {path}", code="unknown_url")
         case HTTPException(status_code=405):

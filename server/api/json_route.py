@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from moed.server.api.errors import UnsupportedMediaType
+from moed.server.api.event_stream import ClientLeft
 
 # The client is gone; nobody reads this answer.
 CLIENT_CLOSED_REQUEST = 499
@@ -38,9 +39,9 @@ class JsonRoute(APIRoute):
             try:
                 if request.method == "POST" and await json_request.body():
                     check_media_type(request.headers.get("content-type"))
-            except ClientDisconnect:
+                return await handler(json_request)
+            except (ClientDisconnect, ClientLeft):
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            return await handler(json_request)
 
         return handle
 

@@ -123,6 +123,7 @@ class Limits:
     default_max_tokens: int | None
     """None: the rest of the context."""
     context_length: int
+    prompt_param: str
     param: str = "max_tokens"
 
 
@@ -133,7 +134,7 @@ def resolve_max_tokens(limits: Limits, num_prompt_tokens: int) -> int:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {length} tokens, prompt and output together, "
             f"but the prompt has {num_prompt_tokens} tokens. Please shorten it.",
-            param="prompt" if limits.default_max_tokens is not None else "messages",
+            param=limits.prompt_param,
         )
     rest = length - num_prompt_tokens
     if limits.max_tokens is None:
@@ -228,13 +229,14 @@ def _limits(body: SamplingBody, context_length: int) -> Limits:
         if newer is None and body.max_tokens == 0:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         name = "max_tokens" if newer is None else "max_completion_tokens"
-        return Limits(body.max_tokens if newer is None else newer, None, context_length, name)
+        most = body.max_tokens if newer is None else newer
+        return Limits(most, None, context_length, "messages", name)
     if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
         raise InvalidRequest(
             "max_tokens must be at least 1; 0 is for scoring a prompt, with echo: true",
             param="max_tokens",
         )
-    return Limits(body.max_tokens, DEFAULT_COMPLETION_TOKENS, context_length)
+    return Limits(body.max_tokens, DEFAULT_COMPLETION_TOKENS, context_length, "prompt")
 
 
 def _logprobs(body: SamplingBody, config: EngineConfig) -> tuple[int | None, int | None]:

@@ -13,7 +13,6 @@ from moed.server.metrics import CONTENT_TYPE
 READINESS_PATHS = ("/readyz", "/ready", "/health", "/ping")
 PROBE_PATHS = frozenset({"/livez", "/startupz", *READINESS_PATHS})
 ALWAYS_ANSWERED = PROBE_PATHS | {"/version", "/metrics", "/openapi.json"}
-METHODS = ["GET", "HEAD"]
 
 
 def probes_router(state: AppState) -> APIRouter:
@@ -26,12 +25,10 @@ def probes_router(state: AppState) -> APIRouter:
             headers["Retry-After"] = "1"
         return Response(body, 200 if is_good else 503, headers, "application/json")
 
-    @router.api_route("/livez", methods=METHODS, operation_id=None)
     async def live(request: Request) -> Response:
         """200 as long as this process answers."""
         return report(True)
 
-    @router.api_route("/startupz", methods=METHODS)
     async def started(request: Request) -> Response:
         """200 once every rank has done a real step, 503 before."""
         return report(state.health.has_started)
@@ -40,8 +37,11 @@ def probes_router(state: AppState) -> APIRouter:
         """200 while requests are served; 503 while starting, draining, or without a rank."""
         return report(state.health.is_ready)
 
-    for path in READINESS_PATHS:
-        router.add_api_route(path, ready, methods=METHODS, include_in_schema=path == "/readyz")
+    answers = {"/livez": live, "/startupz": started, **dict.fromkeys(READINESS_PATHS, ready)}
+    for path, answer in answers.items():
+        named = path not in READINESS_PATHS[1:]
+        router.add_api_route(path, answer, methods=["GET"], include_in_schema=named)
+        router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
     @router.get("/version")
     async def version(request: Request) -> Response:

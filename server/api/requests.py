@@ -60,6 +60,7 @@ def _check_stop(value: Any) -> list[str]:
 
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=INT64_MAX)]
 ClientId = Annotated[str, Field(max_length=200, pattern=r"^[\x21-\x7e]+$")]
 
 
@@ -94,8 +95,8 @@ class SamplingBody(Body):
     )
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
     stop: Annotated[
         list[str],
         PlainValidator(_check_stop, json_schema_input_type=str | list[str] | None),
@@ -127,7 +128,7 @@ class CompletionBody(SamplingBody):
 
     prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=Prompt)]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Count | None = None
 
 
 def _check_content(value: Any, info: ValidationInfo) -> str | None:
@@ -212,9 +213,9 @@ class Conversation(Body):
 class ChatBody(Conversation, SamplingBody):
     """`POST /v1/chat/completions`."""
 
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Count | None = None
 
 
 class TokenizeBody(Body):

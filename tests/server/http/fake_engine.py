@@ -42,8 +42,12 @@ def repeat_prompt(request: AddRequest) -> list[int]:
 class FakeEngine:
     """One rank. Sends one token of each request per step, once it has been woken."""
 
-    def __init__(self, address: str, rank: int, vocab_size: int) -> None:
+    def __init__(
+        self, address: str, rank: int, vocab_size: int, arrivals: list[AddRequest]
+    ) -> None:
+        """`arrivals`: where this and other engines note every request, in order."""
         self.rank = rank
+        self._arrivals = arrivals
         self.script: Script = repeat_prompt
         self.step_s = 0.0
         self.is_paused = False
@@ -111,6 +115,7 @@ class FakeEngine:
             match message:
                 case AddRequest():
                     self.added.append(message)
+                    self._arrivals.append(message)
                     self._num_prompt_tokens += len(message.prompt_token_ids)
                     tokens = self.script(message)
                     self._running[message.request_id] = (message, tokens, 0)

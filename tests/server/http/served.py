@@ -3,7 +3,6 @@
 import asyncio
 import json
 import multiprocessing
-import pathlib
 import socket
 import tempfile
 import threading
@@ -18,7 +17,7 @@ import uvloop
 
 from moed.config.engine_config import EngineConfig
 from moed.server.frontend import Frontend
-from moed.server.messages import FromFrontend, ToFrontend
+from moed.server.messages import AddRequest, FromFrontend, ToFrontend
 from tests.server.http.fake_engine import FakeEngine
 
 _decoder = msgspec.msgpack.Decoder(FromFrontend)
@@ -34,13 +33,16 @@ class Served:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        limits = httpx.Limits(max_connections=200)
+        self.http = httpx.Client(base_url=self.url, timeout=20, limits=limits)
         self.pipe, far_end = multiprocessing.Pipe()
         self._frontend = Frontend(config, self._socket, address, far_end)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._ready = ready
+        self.arrivals: list[AddRequest] = []
         self.engines = [
-            FakeEngine(address, rank, config.model.vocab_size)
+            FakeEngine(address, rank, config.model.vocab_size, self.arrivals)
             for rank in range(config.parallel.data_parallel_size)
         ]
 
@@ -65,6 +67,7 @@ class Served:
         self.wait(lambda: self.get("/readyz").status_code == 200)
 
     def __exit__(self, *exception: object) -> None:
+        self.http.close()
         self.pipe.close()
         self._thread.join(10)
         for engine in self.engines:
@@ -94,10 +97,10 @@ class Served:
         assert not self._thread.is_alive()
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=10, **options)
+        return self.http.get(path, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=20, **options)
+        return self.http.post(path, json=body, **options)
 
     def complete(self, **body: Any) -> Any:
         response = self.post("/v1/completions", body)
@@ -114,9 +117,7 @@ class Served:
         return list(self.events(path, **body))
 
     def events(self, path: str, **body: Any) -> Iterator[Any]:
-        with httpx.stream(
-            "POST", self.url + path, json={**body, "stream": True}, timeout=20
-        ) as response:
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: "):
@@ -138,19 +139,6 @@ class Served:
         return sum(engine.num_running for engine in self.engines)
 
     @property
-    def last_request(self) -> Any:
-        """The request that reached an engine last (of tests that send one at a time)."""
-        return max((e.added[-1] for e in self.engines if e.added), key=self._order)
-
-    def _order(self, request: Any) -> int:
-        every = [r for engine in self.engines for r in engine.added]
-        return every.index(request)
-
-    def calm(self) -> None:
-        """Back to the way it was at the start."""
-        for engine in self.engines:
-            engine.__dict__.update(step_s=0.0, is_paused=False)
-        self.wait(lambda: self.num_running == 0)
-
-
-__all__ = ["Served", "pathlib"]
+    def last_request(self) -> AddRequest:
+        """The request that reached an engine last."""
+        return self.arrivals[-1]

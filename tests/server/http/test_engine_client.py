@@ -1,0 +1,252 @@
+"""The client of the engines: order of messages, duplicates, older epochs, lost tokens."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moed.server.engine_client import (
+    ChoiceSpec,
+    EngineClient,
+    GenerationFailed,
+    QueueFull,
+    Submission,
+    drop_duplicates,
+)
+from moed.server.health import Health
+from moed.server.messages import (
+    AbortRequests,
+    AddRequest,
+    FromEngine,
+    RankReady,
+    RankStats,
+    SamplingParams,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    TokenOutput,
+    Wake,
+)
+from moed.server.metrics import Metrics
+from tests.server.http.configs import frontend_config
+
+PARAMS = SamplingParams(max_tokens=10, seed=0, temperature=0.0)
+
+
+class RecordingChannel:
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, ToEngine]] = []
+
+    async def receive(self) -> FromEngine:
+        raise NotImplementedError
+
+    def send(self, rank: int, message: ToEngine) -> None:
+        self.sent.append((rank, message))
+
+
+class Bench:
+    """A client with two ranks that are ready."""
+
+    def __init__(self, tmp_path: Any, **config: Any) -> None:
+        self.channel = RecordingChannel()
+        self.config = frontend_config(tmp_path, **config)
+        self.health = Health(2)
+        self.health.on_tokenizer()
+        self.client = EngineClient(self.config, self.channel, self.health, Metrics(self.config))
+        for rank in range(2):
+            ready = RankReady(
+                rank=rank, num_kv_blocks=64, block_size=16, max_model_len=512, startup_s={}
+            )
+            self.client.handle(ready, lambda _: None)
+
+    def submit(self, count: int = 1, rank: int | None = None) -> Submission:
+        return self.client.submit([ChoiceSpec([1, 2, 3], PARAMS)] * count, 0, rank)
+
+    @property
+    def added(self) -> list[AddRequest]:
+        return [m for _, m in self.channel.sent if isinstance(m, AddRequest)]
+
+    def output(self, rank: int, request_id: str, **values: Any) -> None:
+        output = TokenOutput(request_id=request_id, **{"epoch": 0, **values})
+        self.client.handle(StepOutputs(rank, [output], stats(rank)), lambda _: None)
+
+
+def stats(rank: int) -> RankStats:
+    zeros = dict.fromkeys(RankStats.__struct_fields__, 0)
+    return RankStats(**{**zeros, "rank": rank, "num_kv_blocks": 64})
+
+
+@pytest.fixture
+def bench(tmp_path: Any) -> Iterator[Bench]:
+    yield Bench(tmp_path)
+
+
+def received(submission: Submission) -> list[tuple[int, list[int]]]:
+    """(choice, token ids) of all outputs that are there."""
+    found = []
+    while not submission._outputs.empty():
+        item = submission._outputs.get_nowait()
+        if isinstance(item, GenerationFailed):
+            raise item
+        found.append((item[0], item[1].token_ids))
+    return found
+
+
+def test_rank_gets_its_request_first_and_then_all_are_woken(bench: Bench) -> None:
+    bench.submit(1, rank=1)
+    kinds = [(rank, type(message)) for rank, message in bench.channel.sent]
+    assert kinds == [(1, AddRequest), (0, Wake), (1, Wake)]
+    bench.submit(2)
+    numbers = [m.number for _, m in bench.channel.sent if isinstance(m, Wake)]
+    assert numbers == [1, 1, 2, 2]
+    # One wake for all choices of a request, after the last of them.
+    assert [type(m) for _, m in bench.channel.sent[3:]] == [AddRequest, AddRequest, Wake, Wake]
+
+
+def test_abort_is_sent_before_the_wake_and_only_once(bench: Bench) -> None:
+    submission = bench.submit(3)
+    request_ids = [request.request_id for request in bench.added]
+    bench.channel.sent.clear()
+    submission.close()
+    submission.close()
+    messages = [message for _, message in bench.channel.sent]
+    kinds = [type(message) for message in messages]
+    assert kinds == [AbortRequests, AbortRequests, Wake, Wake]
+    aborted = [i for m in messages if isinstance(m, AbortRequests) for i in m.request_ids]
+    assert sorted(aborted) == sorted(request_ids)
+    assert bench.client.num_open == 0
+
+
+def test_repeated_tokens_are_dropped(bench: Bench) -> None:
+    submission = bench.submit(1, rank=0)
+    request_id = bench.added[0].request_id
+    bench.output(0, request_id, output_index=0, token_ids=[10])
+    bench.output(0, request_id, output_index=0, token_ids=[10])
+    bench.output(0, request_id, output_index=0, token_ids=[10, 11, 12])
+    bench.output(0, request_id, output_index=1, token_ids=[11, 12])
+    bench.output(0, request_id, output_index=3, token_ids=[13], finish_reason="length")
+    assert received(submission) == [(0, [10]), (0, [11, 12]), (0, [13])]
+    assert bench.client.num_open == 0
+
+
+def test_end_that_repeats_old_tokens_still_ends(bench: Bench) -> None:
+    submission = bench.submit(1, rank=0)
+    request_id = bench.added[0].request_id
+    bench.output(0, request_id, output_index=0, token_ids=[10, 11])
+    bench.output(0, request_id, output_index=1, token_ids=[11], finish_reason="length")
+    assert received(submission) == [(0, [10, 11]), (0, [])]
+    assert bench.client.num_open == 0
+
+
+def test_older_epochs_other_ranks_and_unknown_requests_are_dropped(bench: Bench) -> None:
+    submission = bench.submit(1, rank=0)
+    request_id = bench.added[0].request_id
+    bench.output(0, request_id, output_index=0, token_ids=[66], epoch=-1)
+    bench.output(1, request_id, output_index=0, token_ids=[66])
+    bench.output(0, "nobody", output_index=0, token_ids=[66])
+    bench.output(0, request_id, output_index=0, token_ids=[10])
+    assert received(submission) == [(0, [10])]
+
+
+def test_outputs_after_an_abort_are_dropped(bench: Bench) -> None:
+    submission = bench.submit(1, rank=0)
+    submission.close()
+    bench.output(0, bench.added[0].request_id, output_index=0, token_ids=[10])
+    assert received(submission) == []
+
+
+def test_lost_tokens_are_an_error_and_free_the_request(bench: Bench) -> None:
+    submission = bench.submit(1, rank=0)
+    request_id = bench.added[0].request_id
+    bench.output(0, request_id, output_index=1, token_ids=[10])
+    with pytest.raises(GenerationFailed, match="lost"):
+        received(submission)
+    assert (0, AbortRequests([request_id])) in bench.channel.sent
+
+
+def test_error_of_an_engine_reaches_the_request_with_its_words(bench: Bench) -> None:
+    submission = bench.submit(2, rank=0)
+    bench.output(
+        0,
+        bench.added[1].request_id,
+        output_index=0,
+        token_ids=[],
+        finish_reason="error",
+        error="the KV cache is too small",
+    )
+    with pytest.raises(GenerationFailed, match="the KV cache is too small"):
+        received(submission)
+
+
+def test_balance_is_restored_however_a_request_ends(bench: Bench) -> None:
+    loads = bench.client._balancer.loads
+    first, second, third, fourth = (bench.submit(1, rank=0) for _ in range(4))
+    assert loads == [4 * (3 + 10), 0]
+    ids = [request.request_id for request in bench.added]
+    bench.output(0, ids[0], output_index=0, token_ids=[1])
+    # The prompt's three tokens and the one that came are done.
+    assert loads == [52 - 4, 0]
+    bench.output(0, ids[0], output_index=1, token_ids=[2], finish_reason="stop")
+    bench.output(0, ids[1], output_index=0, token_ids=[], finish_reason="error", error="x")
+    third.close()
+    fourth.stop(0)
+    assert loads == [0, 0]
+    assert first.open == second.open == {}
+
+
+def test_queue_has_a_bound(tmp_path: Any) -> None:
+    # Two ranks run one request each, and two more may wait.
+    bench = Bench(tmp_path, max_num_seqs=1, max_num_queued_requests=2)
+    for _ in range(4):
+        bench.submit()
+    with pytest.raises(QueueFull, match="2 requests wait already") as caught:
+        bench.submit()
+    assert 1 <= caught.value.retry_after_s <= 60
+    bench.output(0, bench.added[0].request_id, output_index=0, token_ids=[1], finish_reason="stop")
+    bench.submit()
+
+
+def test_losing_the_group_fails_everything_and_sends_nothing(bench: Bench) -> None:
+    submissions = [bench.submit(), bench.submit(2)]
+    bench.channel.sent.clear()
+    bench.health.fail(1, "rank 1 is gone")
+    assert bench.client.lose_group("rank 1 is gone") == 2
+    for submission in submissions:
+        with pytest.raises(GenerationFailed, match="rank 1 is gone"):
+            received(submission)
+    with pytest.raises(GenerationFailed, match="rank 1 is gone"):
+        bench.submit()
+    bench.client.shut_down()
+    assert bench.channel.sent == []
+
+
+def test_shutdown_is_sent_to_all_before_the_wake(bench: Bench) -> None:
+    bench.client.shut_down()
+    bench.client.shut_down()
+    kinds = [(rank, type(message)) for rank, message in bench.channel.sent]
+    assert kinds == [(0, Shutdown), (1, Shutdown), (0, Wake), (1, Wake)]
+
+
+def test_context_is_bounded_by_the_smallest_kv_cache(bench: Bench) -> None:
+    small = RankReady(rank=1, num_kv_blocks=8, block_size=16, max_model_len=512, startup_s={})
+    bench.client.handle(small, lambda _: None)
+    assert bench.client.context_length == 128
+
+
+async def test_next_waits_for_an_output(bench: Bench) -> None:
+    submission = bench.submit(1, rank=0)
+    waiting = asyncio.ensure_future(submission.next())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    bench.output(0, bench.added[0].request_id, output_index=0, token_ids=[10])
+    index, output = await waiting
+    assert (index, output.token_ids) == (0, [10])
+
+
+def test_nothing_new_is_dropped_whole() -> None:
+    output = TokenOutput(request_id="r", epoch=0, output_index=2, token_ids=[5, 6])
+    assert drop_duplicates(output, 2) is output
+    assert drop_duplicates(output, 4) is None
+    partly = drop_duplicates(output, 3)
+    assert partly is not None and (partly.output_index, partly.token_ids) == (3, [6])
