@@ -22,11 +22,11 @@ def fetch(
     each other at the Hub cache's own locks. `weights` False takes only configuration and tokenizer.
     Raises `ModelError` when there is no such directory, or the download is refused.
     """
-    if Path(model).is_dir():
+    if model and Path(model).is_dir():
         return Path(model)
     if not REPO_ID.fullmatch(model) or model.startswith((".", "~")):
         raise ModelError(
-            f"no such directory: {model}. MODEL is a directory that holds config.json and "
+            f"no such directory: {model!r}. MODEL is a directory that holds config.json and "
             "*.safetensors, or org/name on the Hugging Face Hub"
         )
     # Takes half a second to import, which a directory does not need to pay.
@@ -67,6 +67,7 @@ def fetch(
             f"{model} is not in the local Hub cache, and the Hub cannot be reached ({error}); "
             "check the network, or give a directory"
         ) from error
-    except (OSError, errors.HfHubHTTPError, ValueError) as error:
+    except Exception as error:
+        # Disk, network, proxy: the Hub's client lets its HTTP library's own errors through.
         raise ModelError(f"downloading {model} failed: {error}") from error
     return Path(path)

@@ -76,8 +76,11 @@ def resolve_and_explain(
     _check_lengths(settings, model)
     budget.check(config, available_bytes=machine.available_memory_bytes())
     if settings.max_model_len is None:
-        longest = f"decided at start: at most {model.max_position_embeddings}, less if less fits"
-        decided["max_model_len"] = ("auto", longest)
+        longest = model.max_position_embeddings
+        if not settings.enable_chunked_prefill:
+            longest = min(longest, budget_tokens)
+        why = f"decided at start: at most {longest}, less if less memory is free"
+        decided["max_model_len"] = ("auto", why)
     return Resolution(config, decided)
 
 
@@ -101,7 +104,10 @@ def _parallel(
     if num_threads is None:
         cores = environ.available_cores()
         num_threads = max(1, cores // size)
-        decided["num_threads"] = (num_threads, f"{cores} core(s) for {size} rank(s)")
+        decided["num_threads"] = (
+            num_threads,
+            f"{_plural(cores, 'core')} for {_plural(size, 'rank')}",
+        )
     return ParallelConfig(
         data_parallel_size=size,
         num_local_ranks=size,
@@ -131,7 +137,7 @@ def _backend(
     name = settings.all2all_backend
     if name == "auto":
         name = "local" if size == 1 else "all2allv"
-        decided["all2all_backend"] = (name, f"{size} rank(s)")
+        decided["all2all_backend"] = (name, _plural(size, "rank"))
     if name not in capabilities:
         raise ConfigError(
             f"all2all_backend is {name!r}: available are auto, {', '.join(sorted(capabilities))}"
@@ -154,6 +160,10 @@ def _backend(
             f"{device!r}{instead}"
         )
     return backend
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _cache(settings: ServeSettings) -> CacheConfig:
