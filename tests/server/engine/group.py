@@ -102,13 +102,16 @@ class RankGroup:
             self._read(0.2)
 
     def settle(self) -> None:
-        """Wait until every rank has reported that it is at rest."""
+        """Wait until every rank has reported that it is at rest, after the same number of steps."""
         deadline = time.monotonic() + STEP_S
-        while not (
-            len(self.stats) == self.num_ranks and all(map(_is_at_rest, self.stats.values()))
-        ):
+        while not self._is_settled():
             assert time.monotonic() < deadline, self.stats
             self._read(0.2)
+
+    def _is_settled(self) -> bool:
+        num_steps = {stats.num_steps for stats in self.stats.values()}
+        at_rest = all(map(_is_at_rest, self.stats.values()))
+        return len(self.stats) == self.num_ranks and at_rest and len(num_steps) == 1
 
     def tokens(self, request_id: str) -> list[int]:
         """All tokens of a request, after checking that their indexes follow each other."""

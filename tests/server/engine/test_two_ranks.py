@@ -126,7 +126,8 @@ def test_mixed_load_equals_transformers(group: RankGroup, model: Any) -> None:
         assert group.reason(f"mixed-{number}") == "length"
     group.settle()
     assert all(0 < stats.max_step_tokens <= B for stats in group.stats.values())
-    assert group.stats[0].num_steps == group.stats[1].num_steps
+    # Both ranks' experts had rows to compute.
+    assert all(stats.num_moe_rows > 0 for stats in group.stats.values())
 
 
 def test_preemption_changes_nothing(group: RankGroup, model: Any) -> None:
