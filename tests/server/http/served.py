@@ -16,6 +16,7 @@ import openai
 import uvloop
 
 from moed.config.engine_config import EngineConfig
+from moed.server.api.state import AppState
 from moed.server.frontend import Frontend
 from moed.server.messages import AddRequest, FromFrontend, ToFrontend
 from tests.server.http.fake_engine import FakeEngine
@@ -76,6 +77,11 @@ class Served:
         self._folder.cleanup()
         assert not self._thread.is_alive(), "the front end did not stop"
         assert self.error is None or isinstance(exception[1], AssertionError), self.error
+
+    @property
+    def state(self) -> AppState:
+        """The front end's own state, for what cannot be seen from outside."""
+        return self._frontend._state
 
     def tell(self, message: ToFrontend) -> None:
         self.pipe.send_bytes(msgspec.msgpack.encode(message))
