@@ -62,11 +62,11 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def _with_settings(name: str, words: Sequence[str]) -> Command:
+    flags = read_flags(words)
     # None of these imports is needed for help; pydantic's takes longer than all the rest.
     from moed.config.sources import read_file, read_variables
     from moed.config.validation import validate
 
-    flags = read_flags(words)
     variables = read_variables(environment())
     path = flags.get("config") or variables.get("config")
     file = read_file(str(path[0])) if path else {}

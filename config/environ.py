@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TORCHRUN_MARKER = "TORCHELASTIC_RUN_ID"
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def environment() -> Mapping[str, str]:
@@ -57,13 +58,32 @@ def read_torchrun_environment() -> TorchrunVariables | None:
 
 
 def available_cores() -> int:
-    """Cores that this process may use: its CPU set, and a container's CPU quota (cgroup v2)."""
+    """Cores that this process may use: its CPU set, and a container's CPU quota, rounded down; at
+    least 1.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = cores or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    if quota == "max":
-        return cores
-    return max(1, min(cores, int(quota) // int(period)))
+    quota = _cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def _cpu_quota() -> float | None:
+    """Cores' worth of time that the container may use (cgroup v2, else v1); None: no limit."""
+    for read in (_cpu_quota_v2, _cpu_quota_v1):
+        try:
+            quota, period = read()
+            return int(quota) / int(period) if int(quota) > 0 else None
+        except (OSError, ValueError, ZeroDivisionError):
+            # No such file, or "max".
+            continue
+    return None
+
+
+def _cpu_quota_v2() -> tuple[str, str]:
+    quota, period = (CGROUP / "cpu.max").read_text().split()
+    return quota, period
+
+
+def _cpu_quota_v1() -> tuple[str, str]:
+    folder = CGROUP / "cpu"
+    return (folder / "cpu.cfs_quota_us").read_text(), (folder / "cpu.cfs_period_us").read_text()

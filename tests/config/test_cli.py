@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -222,17 +221,13 @@ def test_at_most_60_flags() -> None:
     assert num_flags() <= 60
 
 
-def test_help_imports_nothing_heavy_and_is_quick() -> None:
+def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys; from moed.config.cli import parse; parse(['--help']);"
         "print(sorted({name.partition('.')[0] for name in sys.modules}))"
     )
-    start = time.monotonic()
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    elapsed_s = time.monotonic() - start
     for heavy in ("torch", "fastapi", "huggingface_hub", "pydantic", "yaml", "numpy"):
         assert f"'{heavy}'" not in run.stdout
-    # 0.1 to 0.2 s alone; the bound leaves room for a busy machine.
-    assert elapsed_s < 2
