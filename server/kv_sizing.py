@@ -13,6 +13,7 @@ from moed.config.errors import ConfigError
 # than a CPU can compute; `--kv-cache-memory` goes beyond both.
 CPU_SHARE = 0.5
 CPU_MAX_BYTES = 4 * 1024**3
+CPU_FULL_LENGTH_REQUESTS = 32
 MIB = 1024**2
 
 CGROUP = pathlib.Path("/sys/fs/cgroup")
@@ -32,9 +33,14 @@ def own_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device)
 
 
 def num_useful_blocks(config: EngineConfig) -> int:
-    """Blocks for S requests of the greatest length: more would never be used."""
+    """Blocks for S requests of the greatest length, on a CPU for a few dozen: more would hardly be
+    used, and on a CPU each one is memory taken from others.
+    """
     longest = config.scheduler.max_model_len or config.model.max_position_embeddings
-    return config.scheduler.max_num_seqs * -(-longest // config.cache.block_size)
+    num_seqs = config.scheduler.max_num_seqs
+    if config.parallel.device == "cpu":
+        num_seqs = min(num_seqs, CPU_FULL_LENGTH_REQUESTS)
+    return num_seqs * -(-longest // config.cache.block_size)
 
 
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -21,6 +21,9 @@ def test_number_then_bytes_then_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # S * ceil(L / K) = 8 * ceil(30 / 4) = 64 blocks are all that could ever be used.
     auto = engine_config(num_kv_blocks=None, max_model_len=30)
     assert own_num_blocks(auto, 1000, CPU) == 64
+    # Of 100 requests, 32 count: 32 * 8.
+    many = engine_config(num_kv_blocks=None, max_model_len=30, max_num_seqs=100)
+    assert own_num_blocks(many, 1000, CPU) == 256
     # Half of what is free, shared by two ranks: 100 kB / 2 / 2 = 25 blocks.
 
     class Memory:
