@@ -10,6 +10,7 @@ from moed.config.errors import ConfigError
 from moed.config.settings import ServeSettings
 from moed.config.sizes import format_bytes
 
+PLAIN_DEFAULT = "the default"
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -29,7 +30,7 @@ def decide(
             lowered = f"lowered to max_num_batched_tokens {tokens}"
             decided["max_num_seqs"] = (seqs, lowered)
         else:
-            decided["max_num_seqs"] = (seqs, "the default")
+            decided["max_num_seqs"] = (seqs, PLAIN_DEFAULT)
     if seqs > tokens:
         raise ConfigError(
             f"max_num_seqs is {seqs} and max_num_batched_tokens is {tokens} ({why}): each running "
@@ -53,7 +54,7 @@ def _default_budget(parallel: ParallelConfig) -> tuple[int, str]:
             SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS_FOR_BATCHED_DP,
             f"the default with {parallel.backend.name}, whose format is batched",
         )
-    return SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS, "the default"
+    return SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS, PLAIN_DEFAULT
 
 
 def check(config: EngineConfig, available_bytes: int | None) -> None:

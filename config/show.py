@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moed.config.budget import moe_bytes_per_rank
+from moed.config.budget import PLAIN_DEFAULT, moe_bytes_per_rank
 from moed.config.engine_config import EngineConfig
 from moed.config.names import settings
 from moed.config.options import Setting
@@ -36,7 +36,7 @@ def _row(
     if name in resolution.decided:
         value, why = resolution.decided[name]
         asked = "" if name not in origins else f", {origins[name]}"
-        origin = f"auto ({why}{asked})"
+        origin = "default" if why == PLAIN_DEFAULT else f"auto ({why}{asked})"
     if setting.option.secret:
         return name, f"({len(value)} hidden)", origin
     return name, _text(value), origin

@@ -84,7 +84,6 @@ def read_file(path: str) -> dict[str, tuple[Any, str]]:
 def _from_file(value: Any, is_list: bool) -> Any:
     if is_list and isinstance(value, str):
         return (value,)
-    # Files may write a number for a name, such as a revision of digits only.
     return tuple(value) if is_list and isinstance(value, list) else value
 
 

@@ -98,8 +98,8 @@ def _prepare(setting: Setting, value: Any) -> Any:
             return parse_bytes(value)
         return setting.option.synonyms.get(value, value)
     if isinstance(value, int | float) and setting.annotation in (str, str | None):
-        # A file may write a number for a name, such as a revision of digits only.
-        return str(value)
+        # YAML reads an unquoted revision such as 0123 as the number 83: the text is lost.
+        raise ValueError("must be text: write it in quotes")
     return value
 
 
@@ -120,14 +120,17 @@ def _allowed(setting: Setting, error: Any) -> str:
         return "must be true or false"
     if setting.is_list:
         return "must be a name or a list of names"
-    kind = "a number" if float in (setting.annotation,) else "a whole number"
-    limits = {
-        (False, False): "",
-        (True, False): f" of at least {option.minimum}",
-        (False, True): f" of at most {option.maximum}",
-        (True, True): f" from {option.minimum} to {option.maximum}",
-    }[option.minimum is not None, option.maximum is not None]
     if setting.annotation in (str, str | None):
         return "must be text"
+    kind = "a number" if setting.annotation in (float, float | None) else "a whole number"
     auto = ", or auto" if setting.takes_auto else ""
-    return f"must be {kind}{limits}{auto}"
+    return f"must be {kind}{_limits(setting)}{auto}"
+
+
+def _limits(setting: Setting) -> str:
+    minimum, maximum = setting.option.minimum, setting.option.maximum
+    if minimum is not None and maximum is not None:
+        return f" from {minimum} to {maximum}"
+    if minimum is not None:
+        return f" of at least {minimum}"
+    return "" if maximum is None else f" of at most {maximum}"

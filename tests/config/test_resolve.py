@@ -236,6 +236,14 @@ def test_show_tells_every_value_and_where_it_came_from(
     assert rows["moe_max_received_rows"][0] == "128"
 
 
+def test_show_calls_a_plain_default_so(
+    write_checkpoint: Any, capabilities: Mapping[str, BackendCapabilities]
+) -> None:
+    rows = shown([str(write_checkpoint())], capabilities)
+    assert rows["max_num_batched_tokens"] == ("2048", "default")
+    assert rows["max_num_seqs"] == ("256", "default")
+
+
 def test_a_missing_model_is_told(make: Make) -> None:
     with pytest.raises(ModelError, match="no such directory: './nowhere'"):
         make(model="./nowhere")

@@ -173,6 +173,9 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     assert read_file(str(tmp_path / "empty.yaml")) == {}
 
 
-def test_a_revision_of_digits_may_be_written_as_a_number(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("revision: 1234\n")
-    assert serve("--config", str(tmp_path / "a.yaml")).revision == "1234"
+def test_a_revision_that_yaml_reads_as_a_number_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("revision: 0123\n")
+    with pytest.raises(ConfigError, match="revision .*in quotes"):
+        serve("--config", str(tmp_path / "a.yaml"))
+    (tmp_path / "a.yaml").write_text("revision: '0123'\n")
+    assert serve("--config", str(tmp_path / "a.yaml")).revision == "0123"
