@@ -137,7 +137,7 @@ class Decoder:
         heads, kv_heads, head_dim = model.num_attention_heads, model.num_kv_heads, model.head_dim
         states = F.linear(hidden, weights.qkv, weights.qkv_bias)
         states = states.view(-1, heads + 2 * kv_heads, head_dim)
-        query, key, value = states.split([heads, kv_heads, kv_heads], dim=1)
+        query, key, value = states.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         if weights.query_norm is not None and weights.key_norm is not None:
             query = rms_norm(query, weights.query_norm, eps)
             key = rms_norm(key, weights.key_norm, eps)
