@@ -36,6 +36,13 @@ TEXT = [
 ] * 4
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that is known to be there."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None
+    return int(found)
+
+
 def byte_level_tokenizer(vocab_size: int = 400) -> Tokenizer:
     """Byte-level BPE as Qwen has it: an emoji takes several tokens."""
     tokenizer = Tokenizer(models.BPE())

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 import pytest
 from tokenizers import Tokenizer
 
-from tests.server.http.checkpoints import CHATML, END, byte_level_tokenizer, write_checkpoint
+from tests.server.http.checkpoints import (
+    CHATML,
+    END,
+    byte_level_tokenizer,
+    token_id,
+    write_checkpoint,
+)
 from tests.server.http.configs import frontend_config
 from tests.server.http.fake_engine import repeat_prompt
 from tests.server.http.served import Served
@@ -25,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
 
 @pytest.fixture(scope="session")
 def shared(checkpoint: pathlib.Path, tokenizer: Tokenizer) -> Iterator[Served]:
-    eos = (tokenizer.token_to_id(END),)
+    eos = (token_id(tokenizer, END),)
     with Served(frontend_config(checkpoint, eos_token_ids=eos)) as served:
         yield served
 

@@ -7,6 +7,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from tests.server.http.checkpoints import token_id
 from tests.server.http.fake_engine import NUM_CACHED, logprobs_of
 from tests.server.http.served import Served
 
@@ -170,7 +171,7 @@ def test_scoring_alone_gives_the_prompt_and_no_token_more(served: Served) -> Non
 
 
 def test_logprobs_hold_the_top_k_and_the_chosen_token(served: Served, tokenizer: Tokenizer) -> None:
-    token = tokenizer.token_to_id("x")
+    token = token_id(tokenizer, "x")
     answer = served.complete(prompt=[token], max_tokens=2, logprobs=2)
     found = answer["choices"][0]["logprobs"]
     # The made-up probabilities: the token itself, then the next id with one less.
@@ -270,7 +271,7 @@ def test_stop_string_before_min_tokens_does_not_count(served: Served, tokenizer:
 
 
 def test_stop_token_is_counted_but_not_shown(served: Served, tokenizer: Tokenizer) -> None:
-    a, b = tokenizer.token_to_id("a"), tokenizer.token_to_id("b")
+    a, b = token_id(tokenizer, "a"), token_id(tokenizer, "b")
     body: dict[str, Any] = {"prompt": [a, a, b], "max_tokens": 9, "stop_token_ids": [b]}
     answer = served.complete(**body, return_token_ids=True, logprobs=0)
     (choice,) = answer["choices"]
@@ -283,7 +284,7 @@ def test_stop_token_is_counted_but_not_shown(served: Served, tokenizer: Tokenize
 
 
 def test_end_of_text_ends_and_ignore_eos_goes_on(served: Served, tokenizer: Tokenizer) -> None:
-    a, end = tokenizer.token_to_id("a"), served.config.model.eos_token_ids[0]
+    a, end = token_id(tokenizer, "a"), served.config.model.eos_token_ids[0]
     body: dict[str, Any] = {"prompt": [a, end], "max_tokens": 4}
     (choice,) = served.complete(**body)["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "stop", None)

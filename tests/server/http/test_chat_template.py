@@ -1,0 +1,223 @@
+"""Templates render as transformers renders them, and their errors are the client's to read."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from moed.config.errors import ModelError
+from moed.server.api.chat import template_message
+from moed.server.api.requests import Message
+from moed.server.chat_template import ChatTemplate, TemplateFailed
+from tests.server.http.checkpoints import byte_level_tokenizer, write_checkpoint
+
+# qwen3_like: tools in the system message, calls in tags, thinking in between, answers of tools
+# grouped into one user message, a namespace and a reversed scan. mixtral_like: strict alternation,
+# special tokens by name. helpers: indentation, loop controls, dates, escaping left alone.
+FOLDER = pathlib.Path(__file__).parent / "templates"
+TEMPLATES = {
+    name: (FOLDER / f"{name}.jinja").read_text()
+    for name in ("qwen3_like", "mixtral_like", "helpers")
+}
+
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1, "b": "<&é>"}},
+}
+PLAIN = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 1 + 2? <b>&"},
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "שלום 👋"},
+]
+WITH_TOOLS = [
+    {"role": "user", "content": "Add 1 and 2."},
+    {"role": "assistant", "reasoning_content": "I must add.", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "3", "tool_call_id": "call_1"},
+    {"role": "tool", "content": "4", "tool_call_id": "call_1"},
+    {"role": "assistant", "content": "It is 3.", "reasoning": "The tool said so."},
+    {"role": "user", "content": "Thanks"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add <two> numbers & more",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
+]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def load(folder: pathlib.Path, template: Any, **config: Any) -> ChatTemplate:
+    write_checkpoint(folder, byte_level_tokenizer(), chat_template=template, **SPECIAL, **config)
+    found = ChatTemplate.load(str(folder))
+    assert found is not None
+    return found
+
+
+def ours(template: ChatTemplate, messages: Any, tools: Any, **options: Any) -> str:
+    return template.render(
+        messages,
+        tools,
+        add_generation_prompt=options.pop("add_generation_prompt", False),
+        continue_final_message=options.pop("continue_final_message", False),
+        options=options,
+    )
+
+
+def theirs(folder: pathlib.Path, messages: Any, tools: Any, **options: Any) -> str:
+    oracle = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    text: str = oracle.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+    return text
+
+
+CASES: list[tuple[str, Any, Any, dict[str, Any]]] = [
+    ("qwen3_like", PLAIN, None, {}),
+    ("qwen3_like", PLAIN, None, {"add_generation_prompt": True}),
+    ("qwen3_like", PLAIN, None, {"add_generation_prompt": True, "enable_thinking": False}),
+    ("qwen3_like", PLAIN, TOOLS, {"add_generation_prompt": True}),
+    ("qwen3_like", WITH_TOOLS, TOOLS, {"add_generation_prompt": True}),
+    ("qwen3_like", WITH_TOOLS[:5], TOOLS, {}),
+    ("qwen3_like", PLAIN[:3], None, {"continue_final_message": True}),
+    ("mixtral_like", PLAIN, None, {}),
+    ("mixtral_like", PLAIN[1:], None, {"add_generation_prompt": True}),
+    ("mixtral_like", PLAIN[:3], None, {"continue_final_message": True}),
+    ("helpers", WITH_TOOLS, TOOLS, {}),
+    ("helpers", PLAIN, None, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "messages", "tools", "options"), CASES)
+def test_equals_transformers(
+    tmp_path: pathlib.Path, name: str, messages: Any, tools: Any, options: dict[str, Any]
+) -> None:
+    template = load(tmp_path, TEMPLATES[name])
+    assert ours(template, messages, tools, **options) == theirs(
+        tmp_path, messages, tools, **options
+    )
+
+
+def test_template_of_the_checkpoint_may_be_a_list_with_one_for_tools(
+    tmp_path: pathlib.Path,
+) -> None:
+    named = [
+        {"name": "default", "template": "plain {{ messages[0].content }}"},
+        {"name": "tool_use", "template": "tools {{ tools | length }}"},
+    ]
+    template = load(tmp_path, named)
+    for tools in (None, TOOLS):
+        assert ours(template, PLAIN, tools) == theirs(tmp_path, PLAIN, tools)
+
+
+def test_file_of_its_own_comes_before_the_tokenizers_config(tmp_path: pathlib.Path) -> None:
+    write_checkpoint(tmp_path, byte_level_tokenizer(), chat_template="old", **SPECIAL)
+    (tmp_path / "chat_template.jinja").write_text("new {{ messages[0].content }}")
+    template = ChatTemplate.load(str(tmp_path))
+    assert template is not None
+    assert ours(template, PLAIN, None) == theirs(tmp_path, PLAIN, None) == "new Be brief."
+
+
+def test_checkpoint_without_a_template(tmp_path: pathlib.Path) -> None:
+    write_checkpoint(tmp_path, byte_level_tokenizer())
+    assert ChatTemplate.load(str(tmp_path)) is None
+
+
+def test_template_that_does_not_compile_is_the_checkpoints_fault(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ModelError, match="does not compile"):
+        load(tmp_path, "{% for %}")
+
+
+def test_special_tokens_written_as_objects(tmp_path: pathlib.Path) -> None:
+    template = ChatTemplate({"default": "{{ bos_token }}|{{ eos_token }}"}, SPECIAL)
+    assert ours(template, PLAIN, None) == "<s>|</s>"
+    write_checkpoint(
+        tmp_path,
+        byte_level_tokenizer(),
+        chat_template="{{ bos_token }}",
+        bos_token={"content": "<bos>", "special": True},
+    )
+    loaded = ChatTemplate.load(str(tmp_path))
+    assert loaded is not None and ours(loaded, PLAIN, None) == "<bos>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([PLAIN[1], PLAIN[1]], "must alternate"),
+        ([PLAIN[2]], "must alternate"),
+        ([PLAIN[1], {"role": "tool", "content": "x"}], "Only user and assistant"),
+        ([{"role": "user", "content": {"a": 1}}], "can only concatenate str"),
+    ],
+)
+def test_refusal_comes_in_the_templates_own_words(messages: Any, words: str) -> None:
+    with pytest.raises(TemplateFailed, match=words):
+        ours(ChatTemplate({"default": TEMPLATES["mixtral_like"]}, SPECIAL), messages, None)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{% for i in range(99999999) %}x{% endfor %}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_sandbox_holds(source: str) -> None:
+    template = ChatTemplate({"default": source}, {})
+    try:
+        text = ours(template, PLAIN, None)
+    except TemplateFailed:
+        return
+    # An unsafe attribute is undefined, which prints as nothing.
+    assert text == ""
+
+
+def test_options_cannot_hide_what_the_server_passes() -> None:
+    template = ChatTemplate({"default": "{{ messages | length }} {{ add_generation_prompt }}"}, {})
+    text = template.render(
+        PLAIN,
+        None,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        options={"messages": [], "add_generation_prompt": False},
+    )
+    assert text == "4 True"
+
+
+def test_deep_nesting_is_a_refusal_and_no_crash() -> None:
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    template = ChatTemplate({"default": "{{ messages | tojson }}"}, {})
+    with pytest.raises(TemplateFailed, match="nested"):
+        ours(template, [{"role": "user", "content": deep}], None)
+
+
+def test_arguments_of_tool_calls_become_objects() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
+    prepared = template_message(message)
+    assert "content" not in prepared
+    assert prepared["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
+    for text, expected in (("", {}), ("not json", "not json")):
+        call["function"] = {"name": "f", "arguments": text}
+        message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+        found = template_message(message)["tool_calls"][0]["function"]["arguments"]
+        assert json.dumps(found) == json.dumps(expected)
+
+
+def test_continuing_needs_a_final_message_that_is_shown() -> None:
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    with pytest.raises(TemplateFailed, match="drops the final message"):
+        ours(template, PLAIN[:3], None, continue_final_message=True)
+    with pytest.raises(TemplateFailed, match="text content"):
+        ours(template, [{"role": "assistant"}], None, continue_final_message=True)
