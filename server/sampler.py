@@ -5,11 +5,7 @@ Legend: J rows of logits, R requests that choose a token, V vocabulary.
 Order, as in vLLM's V1 engine: log-probabilities of the distribution as the model gave it; then
 `logit_bias`; `min_tokens` (stop tokens are ruled out); repetition, frequency and presence
 penalties; greedy requests take the first maximum; the others go on with temperature, `min_p`,
-`top_k`, `top_p`, and one draw.
-
-A draw is a pure function of (seed, output index): one number from a counter-based generator, looked
-up in the cumulated probabilities *in vocabulary order*, so that a rounding difference in a logit
-moves a border a little and never reorders them. No row's result depends on another row.
+`top_k`, `top_p`, and one draw. No row's result depends on another row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moed.server.draw import draw, filtered_weights, uniform
 from moed.server.logits_rules import apply_rules, is_ruled
 from moed.server.logprobs import Wanted, token_logprobs
-from moed.server.messages import SamplingParams, TokenLogprobs
+from moed.server.messages import TokenLogprobs
 from moed.server.request import Request
 from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
 
@@ -152,63 +149,3 @@ def choose_tokens(
         numbers = [uniform(requests[i].params.seed, requests[i].num_output_tokens) for i in drawing]
         token_ids[rows] = draw(weights, numbers)
     return token_ids, is_possible
-
-
-def filtered_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Probabilities times a factor, [R, V] float64, 0 for tokens that are filtered out.
-
-    The largest of each row is 1: nothing overflows, however small the temperature.
-    """
-    temperatures = _column([p.temperature for p in params], logits)
-    shifted = logits.double() - logits.amax(dim=1, keepdim=True)
-    weights = torch.exp(shifted / temperatures)
-    if any(p.min_p > 0 for p in params):
-        weights *= weights >= _column([p.min_p for p in params], logits)
-    limits = [p.top_k if 0 < p.top_k < logits.shape[1] else logits.shape[1] for p in params]
-    _keep_top_k(weights, limits)
-    narrowed = [i for i, p in enumerate(params) if p.top_p < 1]
-    if narrowed:
-        rows = torch.tensor(narrowed, device=logits.device)
-        shares = _column([params[i].top_p for i in narrowed], logits)
-        weights[rows] = _keep_top_p(weights[rows], shares)
-    return weights
-
-
-def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
-
-
-def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
-    """Zero all but each row's largest, in place; those equal to the last one kept stay too."""
-    by_limit = {k: [i for i, own in enumerate(limits) if own == k] for k in set(limits)}
-    by_limit.pop(weights.shape[1], None)
-    for limit, places in by_limit.items():
-        rows = torch.tensor(places, device=weights.device)
-        smallest = weights[rows].topk(limit, dim=1).values[:, -1:]
-        weights[rows] = torch.where(weights[rows] >= smallest, weights[rows], 0.0)
-
-
-def _keep_top_p(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Zero all but the smallest set of likeliest tokens that holds at least a share of the mass;
-    among equal ones the lower id goes first. The likeliest token always stays.
-    """
-    ordered, token_ids = weights.sort(dim=1, descending=True, stable=True)
-    sums = ordered.cumsum(dim=1)
-    ahead = sums - ordered
-    is_kept = ahead < shares * sums[:, -1:]
-    is_kept[:, 0] = True
-    return torch.zeros_like(weights).scatter(1, token_ids, ordered * is_kept)
-
-
-def uniform(seed: int, output_index: int) -> float:
-    """The one number in [0, 1) that decides output `output_index` of a request with this seed."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=output_index)).random())
-
-
-def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
-    """[R] int64: the token whose stretch of the cumulated `weights` [R, V] holds the number."""
-    sums = weights.cumsum(dim=1)
-    total = sums[:, -1:]
-    # Rounding could lift the product to the total itself, beyond the last token.
-    targets = torch.minimum(_column(list(numbers), weights) * total, total.nextafter(total * 0))
-    return torch.searchsorted(sums, targets, right=True)[:, 0]

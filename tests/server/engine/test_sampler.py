@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from moed.server.draw import draw, filtered_weights, keep_top_p, uniform
 from moed.server.messages import SamplingParams
 from moed.server.request import Request
-from moed.server.sampler import choose_tokens, draw, filtered_weights, sample, uniform
+from moed.server.sampler import choose_tokens, sample
 from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
 from tests.server.engine.fakes import make_request
 
@@ -113,6 +114,25 @@ def test_filters_keep(params: dict[str, Any], kept: list[int]) -> None:
     mass = sum(FRACTIONS[token] ** power for token in kept)
     for token in kept:
         assert found[token] == pytest.approx(FRACTIONS[token] ** power / mass, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_candidates", [1, 3, 8, 40, 400])
+def test_top_p_is_the_same_however_many_candidates_it_starts_with(num_candidates: int) -> None:
+    """Whole numbers, so that many are equal, also at the borders."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(0, 5, (60, 40), generator=generator).float()
+    weights[:, 0] = 5.0
+    shares = torch.rand(60, 1, generator=generator, dtype=torch.float64)
+    found = keep_top_p(weights, shares, num_candidates)
+    for row, share, kept in zip(
+        weights.tolist(), shares[:, 0].tolist(), found.tolist(), strict=True
+    ):
+        expected, mass = [0.0] * 40, 0.0
+        for token in sorted(range(40), key=lambda token: (-row[token], token)):  # noqa: B023
+            if mass < share * sum(row):
+                expected[token] = row[token]
+            mass += row[token]
+        assert kept == expected
 
 
 def test_draw_is_the_inverse_of_the_cumulated_distribution() -> None:

@@ -1,0 +1,111 @@
+"""A distribution, what the filters leave of it, and one draw from that.
+
+Legend: R rows, V vocabulary.
+
+A draw is a pure function of (seed, output index): one number from a counter-based generator, looked
+up in the cumulated probabilities *in vocabulary order*, so that a rounding difference in a logit
+moves a border a little and never reorders them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from moed.server.messages import SamplingParams
+
+# `top_p` looks at this many of the likeliest tokens first: nearly always enough, and far cheaper
+# than sorting a vocabulary.
+TOP_P_CANDIDATES = 1024
+
+
+def filtered_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Probabilities times a factor, [R, V] float32, 0 for tokens that temperature, `min_p`, `top_k`
+    and `top_p`, in this order, leave out. `logits` [R, V] float32 with a finite maximum in each.
+
+    The largest of each row is 1: nothing overflows, however small the temperature.
+    """
+    temperatures = _column([p.temperature for p in params], logits)
+    weights = (logits - logits.amax(dim=1, keepdim=True)).div_(temperatures).exp_()
+    if any(p.min_p > 0 for p in params):
+        weights *= weights >= _column([p.min_p for p in params], logits)
+    limits = [p.top_k if 0 < p.top_k < logits.shape[1] else logits.shape[1] for p in params]
+    _keep_top_k(weights, limits)
+    narrowed = [i for i, p in enumerate(params) if p.top_p < 1]
+    if narrowed:
+        rows = torch.tensor(narrowed, device=logits.device)
+        shares = _column([params[i].top_p for i in narrowed], logits, torch.float64)
+        weights[rows] = keep_top_p(weights[rows], shares, TOP_P_CANDIDATES)
+    return weights
+
+
+def _column(
+    values: list[float], like: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[R, 1]"""
+    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
+
+
+def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
+    """Zero all but each row's largest, in place; those equal to the last one kept stay too."""
+    by_limit = {k: [i for i, own in enumerate(limits) if own == k] for k in set(limits)}
+    by_limit.pop(weights.shape[1], None)
+    for limit, places in by_limit.items():
+        rows = torch.tensor(places, device=weights.device)
+        chosen = weights[rows]
+        smallest = chosen.topk(limit, dim=1).values[:, -1:]
+        weights[rows] = chosen * (chosen >= smallest)
+
+
+def keep_top_p(weights: torch.Tensor, shares: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """`weights` [R, V], zero for all but the smallest set of likeliest tokens that holds at least
+    the row's share of the mass; among equal ones the lower id goes first. The likeliest always
+    stays. `shares` [R, 1] float64.
+    """
+    targets = shares * weights.sum(dim=1, keepdim=True, dtype=torch.float64)
+    kept = torch.zeros_like(weights)
+    largest, token_ids = weights.topk(min(num_candidates, weights.shape[1]), dim=1)
+    smallest = largest[:, -1:]
+    # Enough when the set ends before the last candidates: which of several equal ones at that
+    # border are candidates is chance.
+    above = (largest * (largest > smallest)).sum(dim=1, keepdim=True, dtype=torch.float64)
+    is_enough = ((above >= targets) | (smallest == 0))[:, 0]
+    for rows, ids in (
+        (is_enough.nonzero()[:, 0], token_ids.sort(dim=1).values),
+        ((~is_enough).nonzero()[:, 0], None),
+    ):
+        if len(rows):
+            own = weights[rows]
+            kept[rows] = _cut(own, targets[rows], None if ids is None else ids[rows])
+    return kept
+
+
+def _cut(
+    weights: torch.Tensor, targets: torch.Tensor, token_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """[R, V] with only the likeliest tokens that together reach `targets` [R, 1] float64, out of
+    `token_ids` [R, C], ascending (None: of all).
+    """
+    values = weights if token_ids is None else weights.gather(1, token_ids)
+    ordered, order = values.sort(dim=1, descending=True, stable=True)
+    precise = ordered.double()
+    is_kept = precise.cumsum(dim=1) - precise < targets
+    is_kept[:, 0] = True
+    ids = order if token_ids is None else token_ids.gather(1, order)
+    return torch.zeros_like(weights).scatter_(1, ids, ordered * is_kept)
+
+
+def uniform(seed: int, output_index: int) -> float:
+    """The one number in [0, 1) that decides output `output_index` of a request with this seed."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=output_index)).random())
+
+
+def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+    """[R] int64: the token whose stretch of the cumulated `weights` [R, V] holds the number."""
+    # Converted first: with `dtype=` the sum itself is several times slower.
+    sums = weights.double().cumsum(dim=1)
+    total = sums[:, -1:]
+    drawn = _column(list(numbers), weights, torch.float64) * total
+    # Rounding could lift the product to the total itself, beyond the last token.
+    targets = torch.minimum(drawn, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(sums, targets, right=True)[:, 0]
