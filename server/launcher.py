@@ -284,6 +284,9 @@ class Supervisor:
         """After a signal: let open requests finish; a second signal, or a rank's end, cuts it
         short.
         """
+        if not self._group_is_ready:
+            logger.info("stopping before the ranks are ready: no request is open")
+            return 0
         timeout_s = self._config.server.shutdown_timeout_s
         logger.info("stopping: open requests get up to %g s; signal again to stop now", timeout_s)
         self._tell_frontend(Drain())
