@@ -295,12 +295,12 @@ def test_a_step_costs_little_with_ten_thousand_queued() -> None:
         harness.add(str(number), [number % VOCAB_SIZE] * 3, 4)
     scheduler = harness.scheduler
     scheduler.abort([str(number) for number in range(40, 10_000, 3)])
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(100):
         harness.step()
         assert scheduler.num_queued_tokens > 0 and scheduler.has_requests
     # A pass over the queue in each step would take several times as long.
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 ARRIVALS = st.lists(
