@@ -1,0 +1,23 @@
+"""Fixtures of all tests."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.worker_pool import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Callable[[int], WorkerPool]]:
+    """`workers(world_size)`: a pool of ranks, kept for later tests unless a job of it failed."""
+    pools: dict[int, WorkerPool] = {}
+
+    def pool_of(world_size: int) -> WorkerPool:
+        pool = pools.get(world_size)
+        if pool is None or pool.is_closed:
+            pool = pools[world_size] = WorkerPool(world_size)
+        return pool
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,269 @@
+"""Dispatch and combine against a dense reference: real ranks, ragged and lopsided loads."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moed.config.engine_config import FusedMoEConfig
+from moed.dist.all2all.base import Dispatched
+from moed.dist.dp_metadata import DPMetadata
+from moed.dist.groups import Groups
+from moed.dist.placement import ExpertPlacement
+from moed.dist.registry import capabilities, create_backend
+from tests.server.engine.configs import engine_config
+from tests.worker_pool import WorkerPool
+
+B = 16
+D = 5  # odd, so that parts of a row need padding on the wire
+K = 3
+EXCHANGING = ("allgather_reducescatter", "all2allv")
+GROUPS = [("local", 1), *((name, size) for name in EXCHANGING for size in (2, 3))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What one rank sends: `hidden` [n, D], `ids` [n, K] int64, `weights` [n, K] float32."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one rank got."""
+
+    combined: torch.Tensor
+    num_received: int
+    num_collectives: int
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts what reaches torch's collectives, by whatever function it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def expert_weight(expert: int) -> torch.Tensor:
+    """[D, D] float32, another linear map for each expert."""
+    generator = torch.Generator().manual_seed(100 + expert)
+    return torch.randn(D, D, generator=generator)
+
+
+def run_experts(dispatched: Dispatched, expert_ids: tuple[int, ...]) -> torch.Tensor:
+    """[r, D]: weighted sums over the local experts, as the layer computes them."""
+    assert dispatched.expert_ids is not None and dispatched.expert_weights is not None
+    total = torch.zeros(dispatched.hidden.shape)
+    for local, expert in enumerate(expert_ids):
+        weight = (dispatched.expert_weights * (dispatched.expert_ids == local)).sum(dim=1)
+        total += weight[:, None] * (dispatched.hidden.float() @ expert_weight(expert))
+    return total.to(dispatched.hidden.dtype)
+
+
+def exchange(groups: Groups, name: str, num_experts: int, rows_by_rank: list[Rows]) -> Answer:
+    """On each rank: its rows through dispatch, experts and combine, with checks of the format."""
+    rank, rows = groups.rank, rows_by_rank[groups.rank]
+    placement = ExpertPlacement.linear(num_experts, groups.world_size)
+    fused_moe = FusedMoEConfig(
+        num_experts=num_experts,
+        top_k=rows.ids.shape[1],
+        hidden_size=D,
+        intermediate_size=8,
+        expert_parallel_size=groups.world_size,
+        max_num_tokens=B,
+    )
+    dtype = rows.hidden.dtype
+    backend = create_backend(name, groups, placement, fused_moe, dtype, torch.device("cpu"))
+    sizes = torch.tensor([len(other.hidden) for other in rows_by_rank], dtype=torch.int32)
+    metadata = DPMetadata.make(
+        engine_config(ranks=groups.world_size).parallel,
+        len(rows.hidden),
+        sizes,
+        rank=rank,
+        step_id=0,
+    )
+    with CollectiveCounter() as counter:
+        dispatched = backend.dispatch(rows.hidden, rows.ids, rows.weights, metadata)
+        output = run_experts(dispatched, placement.local_expert_ids(rank))
+        combined = backend.combine(output, dispatched)
+    num_received = dispatched.hidden.shape[0]
+    assert dispatched.hidden.shape == (num_received, D) and dispatched.hidden.dtype == dtype
+    ids, weights = dispatched.expert_ids, dispatched.expert_weights
+    assert ids is not None and weights is not None
+    assert ids.shape == weights.shape == (num_received, rows.ids.shape[1])
+    assert (ids.dtype, weights.dtype) == (torch.int64, torch.float32)
+    assert ((ids >= -1) & (ids < placement.num_local(rank))).all()
+    assert num_received <= fused_moe.max_num_received_rows
+    assert combined.dtype == dtype
+    backend.close()
+    backend.close()
+    return Answer(combined, num_received, counter.count)
+
+
+def dense(rows: Rows) -> torch.Tensor:
+    """[n, D] float32: one row and one choice after the other."""
+    total = torch.zeros(len(rows.hidden), D)
+    for row in range(len(rows.hidden)):
+        for choice in range(rows.ids.shape[1]):
+            expert = int(rows.ids[row, choice])
+            if expert >= 0:
+                term = rows.hidden[row].float() @ expert_weight(expert)
+                total[row] += rows.weights[row, choice] * term
+    return total
+
+
+def random_rows(sizes: list[int], num_experts: int, dtype: torch.dtype) -> list[Rows]:
+    generator = torch.Generator().manual_seed(sum(sizes) + num_experts)
+    return [
+        Rows(
+            torch.randn(size, D, generator=generator).to(dtype),
+            torch.randint(num_experts, (size, K), generator=generator),
+            torch.rand(size, K, generator=generator),
+        )
+        for size in sizes
+    ]
+
+
+def with_ids(
+    rows_by_rank: list[Rows], change: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Rows]:
+    return [dataclasses.replace(rows, ids=change(rows.ids)) for rows in rows_by_rank]
+
+
+def pad(ids: torch.Tensor) -> torch.Tensor:
+    """Every third choice is padding, and all of the first row."""
+    padded = torch.where(torch.arange(ids.numel()).view(ids.shape) % 3 == 1, -1, ids)
+    padded[:1] = -1
+    return padded
+
+
+Load = Callable[[int, torch.dtype], tuple[int, list[Rows]]]
+
+# Each gives the number of experts and the rows of each rank. 7 experts lie as 3, 2, 2 on three
+# ranks and as 4, 3 on two: expert 0 always on rank 0, expert 6 always on the last.
+LOADS: dict[str, Load] = {
+    "ragged": lambda n, dtype: (7, random_rows([3, 5, 1][:n], 7, dtype)),
+    "full": lambda n, dtype: (7, random_rows([B] * n, 7, dtype)),
+    "first_rank_sends_none": lambda n, dtype: (7, random_rows([0, 4, 2][:n], 7, dtype)),
+    "only_last_rank_sends": lambda n, dtype: (7, random_rows([0] * (n - 1) + [4], 7, dtype)),
+    "first_rank_receives_none": lambda n, dtype: (
+        7,
+        with_ids(random_rows([3, 5, 1][:n], 7, dtype), lambda ids: 5 + ids % 2),
+    ),
+    "last_rank_receives_none": lambda n, dtype: (
+        7,
+        with_ids(random_rows([3, 5, 1][:n], 7, dtype), lambda ids: ids % 3),
+    ),
+    "all_rows_to_one_expert": lambda n, dtype: (
+        7,
+        with_ids(random_rows([3, 0, 6][:n], 7, dtype), lambda ids: ids * 0 + 6),
+    ),
+    "all_empty": lambda n, dtype: (7, random_rows([0] * n, 7, dtype)),
+    "same_expert_twice": lambda n, dtype: (
+        7,
+        with_ids(random_rows([4, 2, 3][:n], 7, dtype), lambda ids: ids[:, [0, 0, 1]]),
+    ),
+    "padding": lambda n, dtype: (7, with_ids(random_rows([4, 0, 3][:n], 7, dtype), pad)),
+    "only_padding": lambda n, dtype: (
+        7,
+        with_ids(random_rows([2, 3, 0][:n], 7, dtype), lambda ids: ids * 0 - 1),
+    ),
+    "three_experts": lambda n, dtype: (3, random_rows([2, 4, 3][:n], 3, dtype)),
+    "one_expert": lambda n, dtype: (1, random_rows([2, 4, 3][:n], 1, dtype)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("name", "world_size"), GROUPS)
+def test_rows_come_home_as_the_dense_sum(
+    workers: Callable[[int], WorkerPool],
+    name: str,
+    world_size: int,
+    load: str,
+    dtype: torch.dtype,
+) -> None:
+    num_experts, rows_by_rank = LOADS[load](world_size, dtype)
+    answers = workers(world_size).run(exchange, name, num_experts, rows_by_rank)
+    # bfloat16 keeps 8 bits; partial sums of up to three ranks and their sum are rounded.
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for rows, answer in zip(rows_by_rank, answers, strict=True):
+        assert answer.combined.shape == rows.hidden.shape
+        torch.testing.assert_close(
+            answer.combined.float(), dense(rows), rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize(("name", "world_size"), GROUPS)
+@pytest.mark.parametrize("size", [0, 1, B])
+def test_number_of_collectives_is_as_declared(
+    workers: Callable[[int], WorkerPool], name: str, world_size: int, size: int
+) -> None:
+    """With as many rows on each rank, and on one rank only."""
+    declared = capabilities()[name].collectives_per_layer
+    for sizes in ([size] * world_size, [0] * (world_size - 1) + [size]):
+        rows_by_rank = random_rows(sizes, 7, torch.float32)
+        answers = workers(world_size).run(exchange, name, 7, rows_by_rank)
+        assert [answer.num_collectives for answer in answers] == [declared] * world_size
+
+
+def test_a_row_travels_once_to_each_rank_that_needs_it(
+    workers: Callable[[int], WorkerPool],
+) -> None:
+    """Experts 0..3 lie on rank 0 and 4..6 on rank 1."""
+    rank_0 = torch.tensor([[0, 1, 3], [0, 0, -1], [3, 4, 6]])  # to 0, to 0, to both
+    rank_1 = torch.tensor([[5, 6, 4], [-1, -1, -1]])  # to 1, to none
+    rows_by_rank = [
+        dataclasses.replace(rows, ids=ids)
+        for rows, ids in zip(random_rows([3, 2], 7, torch.float32), [rank_0, rank_1], strict=True)
+    ]
+    answers = workers(2).run(exchange, "all2allv", 7, rows_by_rank)
+    assert [answer.num_received for answer in answers] == [3, 2]
+    answers = workers(2).run(exchange, "allgather_reducescatter", 7, rows_by_rank)
+    assert [answer.num_received for answer in answers] == [5, 5]
+
+
+def exchange_unchanged(groups: Groups, name: str) -> bool:
+    """Rows that no expert changes come back as the same bits, each in its place."""
+    num_experts = 7
+    placement = ExpertPlacement.linear(num_experts, groups.world_size)
+    fused_moe = FusedMoEConfig(
+        num_experts=num_experts,
+        top_k=1,
+        hidden_size=D,
+        intermediate_size=8,
+        expert_parallel_size=groups.world_size,
+        max_num_tokens=B,
+    )
+    backend = create_backend(name, groups, placement, fused_moe, torch.float32, torch.device("cpu"))
+    sizes = torch.tensor([B - rank for rank in range(groups.world_size)], dtype=torch.int32)
+    num_rows = int(sizes[groups.rank])
+    metadata = DPMetadata(sizes, groups.rank, 0)
+    generator = torch.Generator().manual_seed(groups.rank)
+    hidden = torch.randn(num_rows, D, generator=generator)
+    # 3 does not divide 7: neighbours go to different experts, so no rank sees own rows in order.
+    ids = (torch.arange(num_rows)[:, None] * 3 + groups.rank) % num_experts
+    dispatched = backend.dispatch(hidden, ids, torch.ones(num_rows, 1), metadata)
+    assert dispatched.expert_ids is not None
+    is_here = dispatched.expert_ids >= 0
+    combined = backend.combine(dispatched.hidden * is_here, dispatched)
+    return torch.equal(combined, hidden)
+
+
+@pytest.mark.parametrize(("name", "world_size"), GROUPS)
+def test_own_rows_come_back_in_own_order(
+    workers: Callable[[int], WorkerPool], name: str, world_size: int
+) -> None:
+    assert all(workers(world_size).run(exchange_unchanged, name))
