@@ -203,6 +203,8 @@ class EngineConfig:
         items = {
             "max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
             "max_num_seqs": self.scheduler.max_num_seqs,
+            "max_model_len": self.scheduler.max_model_len,
+            "enable_chunked_prefill": self.scheduler.enable_chunked_prefill,
             "block_size": self.cache.block_size,
             "all2all_backend": self.parallel.backend.name,
             "data_parallel_size": self.parallel.data_parallel_size,

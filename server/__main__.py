@@ -1,6 +1,7 @@
 """The `moed` command. Each command imports only what it needs, so that help comes at once."""
 
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 
 from moed.config.cli import Command, parse
@@ -52,15 +53,16 @@ def _serve(command: Command) -> int:
 
     assert command.settings is not None
     setup_logging("launcher", command.settings.log_level)
-    environment = detect_torchrun()
-    config = resolve(command.settings, capabilities())
+    settings, environment = command.settings, detect_torchrun()
     if environment is not None:
         from moed.server.torchrun import serve_under_torchrun
 
-        return serve_under_torchrun(config, environment)
+        if "data_parallel_size" not in command.origins:
+            settings = replace(settings, data_parallel_size=environment.world_size)
+        return serve_under_torchrun(resolve(settings, capabilities()), environment)
     from moed.server.launcher import serve
 
-    return serve(config)
+    return serve(resolve(settings, capabilities()))
 
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ class FrontendThread:
 
     def start(self) -> None:
         self._process.start()
+        logger.info("started http: process %d", self._process.pid)
         assert self._far_end is not None
         self._far_end.close()
         for number in (signal.SIGTERM, signal.SIGINT):

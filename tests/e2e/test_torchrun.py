@@ -1,0 +1,51 @@
+"""torchrun as the launcher: the same daemon, started and stopped by somebody else."""
+
+import signal
+import sys
+
+import psutil
+
+from tests.daemon import Daemon, wait_gone
+
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "moed.server",
+)
+
+
+def test_serves_and_stops_under_torchrun() -> None:
+    with Daemon(command=TORCHRUN) as daemon:
+        daemon.wait_ready(90)
+        daemon.assert_alive()
+        prompt = list(range(40, 60))
+        assert daemon.tokens(prompt, 8, 0) == daemon.tokens(prompt, 8, 1)
+        children = psutil.Process(daemon.process.pid).children(recursive=True)
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_exit(30)
+        wait_gone([child.pid for child in children], 10)
+
+
+def test_a_killed_rank_ends_the_group_under_torchrun() -> None:
+    with Daemon(command=TORCHRUN) as daemon:
+        daemon.wait_ready(90)
+        agent = psutil.Process(daemon.process.pid)
+        http = psutil.Process(daemon.pid("http"))
+        first = http.parent()
+        assert first is not None
+        workers = [child for child in agent.children() if child.pid != first.pid]
+        (victim,) = [w for w in workers if "moed.server" in " ".join(w.cmdline())]
+        victim.kill()
+        assert daemon.wait_exit(30) != 0
+        wait_gone([first.pid, http.pid], 10)
+
+
+def test_a_number_of_ranks_that_differs_from_torchruns_is_refused() -> None:
+    with Daemon(command=TORCHRUN, ranks=3) as daemon:
+        assert daemon.wait_exit(60) != 0
+        assert "2 rank(s) and --data-parallel-size is 3" in daemon.log
