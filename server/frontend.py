@@ -18,6 +18,7 @@ import uvloop
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import MoedError
 from moed.server.api.app import create_app
+from moed.server.api.probes import PROBE_PATHS
 from moed.server.api.state import AppState, TextTools
 from moed.server.channel import FrontendChannel
 from moed.server.chat_template import ChatTemplate
@@ -65,6 +66,7 @@ def run_frontend(
     setup_logging("http", config.server.log_level)
     # uvicorn's own story of its start; the launcher tells it better.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.access").addFilter(is_worth_logging)
     frontend = Frontend(config, http_socket, channel_address, launcher_pipe)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -72,6 +74,17 @@ def run_frontend(
     except MoedError as error:
         logger.error("%s", error)
         sys.exit(error.exit_code)
+
+
+def is_worth_logging(record: logging.LogRecord) -> bool:
+    """False for probes and scrapes, which come every few seconds for ever."""
+    arguments = record.args
+    # uvicorn's (client, method, path, HTTP version, status)
+    return not (
+        isinstance(arguments, tuple)
+        and len(arguments) == 5
+        and str(arguments[2]).partition("?")[0] in PROBE_PATHS | {"/metrics"}
+    )
 
 
 class HttpServer(uvicorn.Server):

@@ -1,5 +1,6 @@
 """What tells of the daemon itself, and of its model: probes, models, versions, metrics, keys."""
 
+import logging
 import pathlib
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
+from moed.server.frontend import is_worth_logging
 from tests.server.http.checkpoints import END, START
 from tests.server.http.configs import frontend_config
 from tests.server.http.served import Served
@@ -176,6 +178,16 @@ def test_checkpoint_that_is_not_to_be_sampled_from_is_greedy(checkpoint: pathlib
     with Served(config) as served:
         served.complete(prompt="a", max_tokens=1)
         assert served.last_request.params.temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "is_logged"),
+    [("/readyz", False), ("/metrics", False), ("/health?x=1", False), ("/v1/models", True)],
+)
+def test_probes_stay_out_of_the_access_log(path: str, is_logged: bool) -> None:
+    arguments = ("127.0.0.1:5", "GET", path, "1.1", 200)
+    record = logging.LogRecord("uvicorn.access", 20, "", 0, "%s", arguments, None)
+    assert is_worth_logging(record) == is_logged
 
 
 def test_front_end_imports_no_torch() -> None:
