@@ -57,7 +57,12 @@ def chat_router(state: AppState) -> APIRouter:
 
         if body.stream:
             generation = await until_disconnect(request.receive, start())
-            return EventStream(stream_chat(generation), generation.ignored.headers, KEEP_ALIVE_S)
+            return EventStream(
+                stream_chat(generation),
+                generation.ignored.headers,
+                keep_alive_s=KEEP_ALIVE_S,
+                on_close=generation.close,
+            )
 
         async def answer() -> Response:
             generation = await start()
@@ -225,4 +230,3 @@ async def stream_chat(generation: Generation) -> AsyncGenerator[bytes, None]:
         yield DONE
     finally:
         await pieces.aclose()
-        generation.close()

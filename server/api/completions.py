@@ -46,8 +46,12 @@ def completions_router(state: AppState) -> APIRouter:
 
         if body.stream:
             generation = await until_disconnect(request.receive, start())
-            headers = generation.ignored.headers
-            return EventStream(stream_completion(generation), headers, KEEP_ALIVE_S)
+            return EventStream(
+                stream_completion(generation),
+                generation.ignored.headers,
+                keep_alive_s=KEEP_ALIVE_S,
+                on_close=generation.close,
+            )
 
         async def answer() -> Response:
             generation = await start()
@@ -184,7 +188,6 @@ async def stream_completion(generation: Generation) -> AsyncGenerator[bytes, Non
         yield DONE
     finally:
         await pieces.aclose()
-        generation.close()
 
 
 def _chunks(

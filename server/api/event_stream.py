@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -60,11 +60,17 @@ async def _cancel(task: "asyncio.Future[Any]") -> None:
 class EventStream(Response):
     """Sends what `events` yields, a comment every 15 s of silence, and an error as the last event.
 
-    `events` is always closed, so its `finally` frees the request.
+    `on_close` is always called at the end, even when the client left before the first event: a
+    generator that was never started runs no `finally` of its own.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], keep_alive_s: float
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        *,
+        keep_alive_s: float,
+        on_close: Callable[[], None],
     ) -> None:
         super().__init__(
             headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
@@ -73,12 +79,17 @@ class EventStream(Response):
         # A body of unknown length.
         del self.headers["content-length"]
         self._events = events
+        self._on_close = on_close
         self._keep_alive_s = keep_alive_s
         self._last_sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientLeft, OSError):
+        try:
             await until_disconnect(receive, self._run(send))
+        except (ClientLeft, OSError):
+            pass
+        finally:
+            self._on_close()
 
     async def _run(self, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}

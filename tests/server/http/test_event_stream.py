@@ -16,19 +16,24 @@ class Connection:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
         self.left = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.is_broken = False
 
     async def receive(self) -> dict[str, Any]:
         await self.left.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
+        if self.is_broken:
+            raise OSError("the connection is gone")
         if message["type"] == "http.response.body":
             self.sent.append(message["body"])
 
 
 async def run(events: AsyncGenerator[bytes, None], connection: Connection) -> None:
-    stream = EventStream(events, {}, keep_alive_s=0.05)
+    stream = EventStream(events, {}, keep_alive_s=0.05, on_close=connection.closed.set)
     await stream({"type": "http"}, connection.receive, connection.send)
+    assert connection.closed.is_set()
 
 
 async def test_silence_is_filled_with_comments() -> None:
@@ -88,6 +93,16 @@ async def test_events_are_closed_when_the_client_leaves() -> None:
     asyncio.get_running_loop().call_later(0.02, connection.left.set)
     await asyncio.wait_for(run(events(), connection), 1)
     assert is_closed and connection.sent == [b"data: 1\n\n"]
+
+
+async def test_request_is_freed_when_not_even_the_head_could_be_sent() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: never\n\n"
+
+    connection = Connection()
+    connection.is_broken = True
+    await run(events(), connection)  # and checks that it was closed
+    assert connection.sent == []
 
 
 async def test_work_ends_when_the_client_leaves() -> None:
