@@ -1,7 +1,10 @@
 """Attention over the paged cache with plain torch: one code for CPU and CUDA.
 
-Legend: T tokens, R requests, H query heads, G KV heads, d head dim, S longest context.
+Legend: T tokens, R requests, r decoding requests, n tokens of one request, c its context,
+H query heads, G KV heads, d head dim, P blocks, S = P x block size.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,15 +13,43 @@ from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
 
 
-def paged_attention(
-    query: torch.Tensor, layer: int, kv_cache: KVCache, batch: ForwardBatch, scale: float
-) -> torch.Tensor:
-    """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
+@dataclass(frozen=True)
+class Prefill:
+    """Several tokens of one request, which attend with a causal mask of their own."""
 
-    Requests with one token (decodes) go together, padded to the longest of them; the others go one
-    by one, each with its own causal mask. A request's result does not depend on the others.
-    """
-    output = torch.empty_like(query)
+    rows: slice
+    blocks: torch.Tensor
+    """[P] int64."""
+    context: int
+    mask: torch.Tensor | None
+    """[n, c], added to the scores. None: the request's whole context, plainly causal."""
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """All requests with one token, padded to the longest of them."""
+
+    rows: torch.Tensor | None
+    """[r] int64, None when the step holds nothing else."""
+    blocks: torch.Tensor
+    """[r x P] int64."""
+    mask: torch.Tensor
+    """[r, 1, 1, S], added to the scores."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What all layers of one step share."""
+
+    prefills: tuple[Prefill, ...]
+    decodes: Decodes | None
+
+
+def plan_attention(
+    batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+) -> AttentionPlan:
+    """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+    prefills: list[Prefill] = []
     decodes: list[int] = []
     decode_rows: list[int] = []
     row = 0
@@ -29,40 +60,66 @@ def paged_attention(
             decodes.append(request)
             decode_rows.append(row)
         elif num_tokens:
+            blocks = batch.block_tables[request, : -(-context // block_size)]
             rows = slice(row, row + num_tokens)
-            output[rows] = _prefill(query[rows], layer, kv_cache, batch, request, context, scale)
+            positions = batch.positions[rows, None]
+            is_plain = num_tokens == context and (window is None or context <= window)
+            mask = None if is_plain else _mask(positions, context, window, dtype)
+            prefills.append(Prefill(rows, blocks, context, mask))
         row += num_tokens
-    if decodes:
-        output[decode_rows] = _decode(query[decode_rows], layer, kv_cache, batch, decodes, scale)
+    if not decodes:
+        return AttentionPlan(tuple(prefills), None)
+    num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
+    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
+    if prefills or len(decodes) < len(batch.query_lens):
+        rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
+        tables, positions = tables[decodes], positions[rows_of_decodes]
+    mask = _mask(positions[:, None, None, None], num_blocks * block_size, window, dtype)
+    blocks = tables[:, :num_blocks].flatten()
+    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, blocks, mask))
+
+
+def _mask(
+    positions: torch.Tensor, length: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """[..., length]: 0 where the query at `positions` [..., 1] sees the key, else -inf."""
+    keys = torch.arange(length, device=positions.device)
+    is_hidden = keys > positions
+    if window is not None:
+        is_hidden |= keys <= positions - window
+    zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
+    return zeros.masked_fill_(is_hidden, -torch.inf)
+
+
+def paged_attention(
+    query: torch.Tensor, layer: int, kv_cache: KVCache, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
+
+    Decodes go together and the others one by one. A request's result does not depend on the others.
+    """
+    decodes = plan.decodes
+    if decodes is not None and decodes.rows is None:
+        return _decode(query, layer, kv_cache, decodes, scale)
+    output = torch.empty_like(query)
+    for prefill in plan.prefills:
+        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale)
+    if decodes is not None:
+        output[decodes.rows] = _decode(query[decodes.rows], layer, kv_cache, decodes, scale)
     return output
 
 
 def _prefill(
-    query: torch.Tensor,
-    layer: int,
-    kv_cache: KVCache,
-    batch: ForwardBatch,
-    request: int,
-    context: int,
-    scale: float,
+    query: torch.Tensor, layer: int, kv_cache: KVCache, prefill: Prefill, scale: float
 ) -> torch.Tensor:
-    """[n, H, d] for the last n tokens of one request's `context`."""
-    num_blocks = -(-context // kv_cache.block_size)
-    blocks = batch.block_tables[request, :num_blocks]
-    keys = kv_cache.keys[layer][blocks].flatten(0, 1)[:context]
-    values = kv_cache.values[layer][blocks].flatten(0, 1)[:context]
-    num_tokens = query.shape[0]
-    is_whole = num_tokens == context
-    mask = None
-    if not is_whole:
-        positions = torch.arange(context - num_tokens, context, device=query.device)
-        mask = torch.arange(context, device=query.device) <= positions[:, None]
+    """[n, H, d]."""
+    keys, values = kv_cache.read(layer, prefill.blocks)
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=mask,
-        is_causal=is_whole,
+        keys[: prefill.context].transpose(0, 1)[None],
+        values[: prefill.context].transpose(0, 1)[None],
+        attn_mask=prefill.mask,
+        is_causal=prefill.mask is None,
         scale=scale,
         enable_gqa=True,
     )
@@ -70,30 +127,19 @@ def _prefill(
 
 
 def _decode(
-    query: torch.Tensor,
-    layer: int,
-    kv_cache: KVCache,
-    batch: ForwardBatch,
-    requests: list[int],
-    scale: float,
+    query: torch.Tensor, layer: int, kv_cache: KVCache, decodes: Decodes, scale: float
 ) -> torch.Tensor:
-    """[r, H, d] for one token of each of `requests`."""
-    contexts = torch.tensor(
-        [batch.context_lens[request] for request in requests], device=query.device
-    )
-    longest = max(batch.context_lens[request] for request in requests)
-    num_blocks = -(-longest // kv_cache.block_size)
-    blocks = batch.block_tables[requests, :num_blocks]
-    keys = kv_cache.keys[layer][blocks].flatten(1, 2)
-    values = kv_cache.values[layer][blocks].flatten(1, 2)
-    is_seen = torch.arange(keys.shape[1], device=query.device) < contexts[:, None]
-    num_kv_heads = keys.shape[2]
-    grouped = query.view(query.shape[0], num_kv_heads, -1, query.shape[-1])
+    """[r, H, d]."""
+    num_requests, num_heads, head_dim = query.shape
+    keys, values = kv_cache.read(layer, decodes.blocks)
+    num_kv_heads = keys.shape[1]
+    shape = (num_requests, -1, num_kv_heads, head_dim)
+    # The query heads of one KV head take the place of the query's tokens.
     attended = F.scaled_dot_product_attention(
-        grouped,
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=is_seen[:, None, None],
+        query.view(num_requests, num_kv_heads, num_heads // num_kv_heads, head_dim),
+        keys.view(shape).transpose(1, 2),
+        values.view(shape).transpose(1, 2),
+        attn_mask=decodes.mask,
         scale=scale,
     )
     return attended.reshape(query.shape)

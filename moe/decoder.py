@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from moed.config.engine_config import ModelConfig
 from moed.dist.dp_metadata import DPMetadata
-from moed.moe.attention import paged_attention
+from moed.moe.attention import AttentionPlan, paged_attention, plan_attention
 from moed.moe.batch import ForwardBatch
 from moed.moe.experts import Experts, swiglu_expert
 from moed.moe.families import DecoderFeatures
@@ -21,26 +21,30 @@ from moed.moe.kv_cache import KVCache
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Over the last dim, in float32, as the checkpoints were trained."""
     wide = hidden.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return weight * wide.to(hidden.dtype)
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True).add_(eps))
+    return (wide * scale).to(hidden.dtype) * weight
 
 
 def rotary_tables(
     positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine, each [T, 1, d], for the half-split layout of Hugging Face checkpoints."""
+    """Cosine and signed sine, each [T, 1, d], for the half-split layout of Hugging Face
+    checkpoints.
+    """
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = 1.0 / theta ** (steps / head_dim)
-    angles = positions.float()[:, None] * frequencies
-    angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = positions.float()[:, None, None] * frequencies
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)
 
 
 def rotate(states: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Apply rotary position embedding to [T, heads, d]."""
-    cosine, sine = tables
-    first, second = states.chunk(2, dim=-1)
-    return states * cosine + torch.cat([-second, first], dim=-1) * sine
+    """Apply rotary position embedding to [T, heads, d]: with the halves (a, b) of a head,
+    (a cos - b sin, b cos + a sin).
+    """
+    cosine, signed_sine = tables
+    swapped = states.roll(states.shape[-1] // 2, dims=-1)
+    return torch.addcmul(states * cosine, swapped, signed_sine)
 
 
 @dataclass
@@ -53,8 +57,8 @@ class Attention:
     output: torch.Tensor
     """[D, H d]."""
     output_bias: torch.Tensor | None
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
+    query_key_norm: torch.Tensor | None
+    """[H + G, d]: the query's weights for H heads, then the key's for G."""
 
 
 @dataclass
@@ -73,6 +77,16 @@ class Layer:
     attention: Attention
     post_attention_norm: torch.Tensor
     mlp: FusedMoE | DenseMLP
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What attention of all layers shares in one step, made once."""
+
+    rotary_tables: tuple[torch.Tensor, torch.Tensor]
+    plan: AttentionPlan
+    slots: torch.Tensor
+    kv_cache: KVCache
 
 
 class Decoder:
@@ -108,12 +122,16 @@ class Decoder:
         """Logits [J, V] float32. With T = 0 the rank still takes part in each MoE layer."""
         hidden = F.embedding(batch.token_ids, self._embedding)
         eps = self._features.rms_norm_eps
-        tables = rotary_tables(
-            batch.positions, self._model.head_dim, self._features.rope_theta, hidden.dtype
+        features, block_size = self._features, kv_cache.block_size
+        step = _Step(
+            rotary_tables(batch.positions, self._model.head_dim, features.rope_theta, hidden.dtype),
+            plan_attention(batch, block_size, features.sliding_window, hidden.dtype),
+            batch.slot_mapping,
+            kv_cache,
         )
         for index, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.input_norm, eps)
-            hidden = hidden + self._attend(index, layer.attention, normed, tables, batch, kv_cache)
+            hidden = hidden + self._attend(index, layer.attention, normed, step)
             normed = rms_norm(hidden, layer.post_attention_norm, eps)
             if isinstance(layer.mlp, FusedMoE):
                 hidden = hidden + layer.mlp(normed, dp_metadata)
@@ -127,21 +145,20 @@ class Decoder:
         index: int,
         weights: Attention,
         hidden: torch.Tensor,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        kv_cache: KVCache,
+        step: _Step,
     ) -> torch.Tensor:
-        if not batch.num_tokens:
+        """[T, D]: attention of layer `index` for `hidden` [T, D]."""
+        if not hidden.shape[0]:
             return hidden
-        model, eps = self._model, self._features.rms_norm_eps
+        model = self._model
         heads, kv_heads, head_dim = model.num_attention_heads, model.num_kv_heads, model.head_dim
         states = F.linear(hidden, weights.qkv, weights.qkv_bias)
         states = states.view(-1, heads + 2 * kv_heads, head_dim)
-        query, key, value = states.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
-        if weights.query_norm is not None and weights.key_norm is not None:
-            query = rms_norm(query, weights.query_norm, eps)
-            key = rms_norm(key, weights.key_norm, eps)
-        query, key = rotate(query, tables), rotate(key, tables)
-        kv_cache.write(index, key, value, batch.slot_mapping)
-        attended = paged_attention(query, index, kv_cache, batch, head_dim**-0.5)
+        rotated, value = states[:, : heads + kv_heads], states[:, heads + kv_heads :]
+        if weights.query_key_norm is not None:
+            rotated = rms_norm(rotated, weights.query_key_norm, self._features.rms_norm_eps)
+        rotated = rotate(rotated, step.rotary_tables)
+        query, key = rotated[:, :heads], rotated[:, heads:]
+        step.kv_cache.write(index, key, value, step.slots)
+        attended = paged_attention(query, index, step.kv_cache, step.plan, head_dim**-0.5)
         return F.linear(attended.reshape(-1, heads * head_dim), weights.output, weights.output_bias)

@@ -1,5 +1,9 @@
-"""The paged KV cache of one rank: per layer, blocks of K and V rows."""
+"""The paged KV cache of one rank: per layer, blocks of K and V rows.
 
+Legend: T tokens, P blocks, G KV heads, d head dim.
+"""
+
+import numpy as np
 import torch
 
 from moed.config.engine_config import ModelConfig
@@ -12,7 +16,7 @@ def kv_bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) 
 
 
 class KVCache:
-    """`keys[l]` and `values[l]` are [num_blocks, block_size, kv_heads, head_dim]."""
+    """`keys[l]` and `values[l]` are [num_blocks, block_size, G, d]."""
 
     def __init__(
         self,
@@ -24,18 +28,35 @@ class KVCache:
     ) -> None:
         self.block_size = block_size
         shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
-        # Zeros, not garbage: padded gathers read rows that were never written, and NaN there would
-        # survive a mask.
-        self.keys = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)
-        ]
-        self.values = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)
+        self.keys = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
+        self.values = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
+        self._rows = [
+            (keys.flatten(0, 1), values.flatten(0, 1))
+            for keys, values in zip(self.keys, self.values, strict=True)
         ]
 
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Put `key`, `value` [T, kv_heads, head_dim] at `slots` [T] (block, then offset)."""
-        self.keys[layer].flatten(0, 1)[slots] = key
-        self.values[layer].flatten(0, 1)[slots] = value
+        """Put `key`, `value` [T, G, d] at `slots` [T] (block id x block size + offset)."""
+        keys, values = self._rows[layer]
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
+
+    def read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of keys and values, each [P x block_size, G, d], of `blocks` [P]."""
+        keys = self.keys[layer].index_select(0, blocks)
+        values = self.values[layer].index_select(0, blocks)
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: padded gathers read rows that were never written, and NaN there would
+    survive a mask.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are the system's untouched pages, where torch would write each one: a large
+    # cache then costs its time and memory only as it is used.
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

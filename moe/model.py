@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from moed.config.engine_config import EngineConfig
-from moed.config.errors import ModelError
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.placement import ExpertPlacement
@@ -31,12 +30,6 @@ def load_model(
     dtype = getattr(torch, config.model.dtype)
     family = family_of(config.model)
     features = family.features(config.model)
-    if features.sliding_window is not None:
-        if features.sliding_window < config.model.max_position_embeddings:
-            raise ModelError(
-                f"sliding_window is {features.sliding_window}, below max_position_embeddings "
-                f"{config.model.max_position_embeddings}: sliding windows are not served yet"
-            )
     source: Source
     if config.model.load_format == "dummy":
         source = Dummy(config.model.seed, dtype, device)
@@ -106,7 +99,6 @@ class _Builder:
         kv = model.num_kv_heads * model.head_dim
         parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
         has_bias, has_norm = self._features.attention_bias, self._features.has_qk_norm
-        norm = (model.head_dim,)
         return Attention(
             qkv=torch.cat(
                 [get(f"{prefix}{name}.weight", (rows, model.hidden_size)) for name, rows in parts]
@@ -118,8 +110,19 @@ class _Builder:
             ),
             output=get(f"{prefix}o_proj.weight", (model.hidden_size, query)),
             output_bias=get(f"{prefix}o_proj.bias", (model.hidden_size,)) if has_bias else None,
-            query_norm=get(f"{prefix}q_norm.weight", norm) if has_norm else None,
-            key_norm=get(f"{prefix}k_norm.weight", norm) if has_norm else None,
+            query_key_norm=(
+                torch.cat(
+                    [
+                        get(f"{prefix}{name}_norm.weight", (model.head_dim,)).expand(heads, -1)
+                        for name, heads in (
+                            ("q", model.num_attention_heads),
+                            ("k", model.num_kv_heads),
+                        )
+                    ]
+                )
+                if has_norm
+                else None
+            ),
         )
 
     def _dense(self, prefix: str) -> DenseMLP:

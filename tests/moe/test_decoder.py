@@ -54,6 +54,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": 6}),
     ("mixtral", {"num_experts": 6, "tie_word_embeddings": True}),
     ("mixtral", {"num_key_value_heads": 1}),
+    ("mixtral", {"sliding_window": 8}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
 ]
 
 
@@ -82,6 +84,17 @@ def test_prompt_in_pieces_equals_transformers(make: Make, family: str, piece: in
         for start in range(0, len(tokens), piece)
     ]
     assert_close(torch.cat(found), true_logits(truth, tokens))
+
+
+@pytest.mark.parametrize("piece", [1, 5, 8, 9, 40])
+def test_sliding_window_in_pieces(make: Make, piece: int) -> None:
+    truth, fresh = make("mixtral", sliding_window=8)
+    tokens, other = prompt(40, seed=9), prompt(40, seed=10)
+    stepper = fresh()
+    pieces = [slice(start, start + piece) for start in range(0, len(tokens), piece)]
+    found = [stepper.step({"a": tokens[rows], "b": other[rows]}) for rows in pieces]
+    assert_close(torch.cat([step["a"] for step in found]), true_logits(truth, tokens))
+    assert_close(torch.cat([step["b"] for step in found]), true_logits(truth, other))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
