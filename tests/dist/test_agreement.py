@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
@@ -110,109 +110,169 @@ def test_a_failed_rank_is_named_and_nobody_goes_on() -> None:
         decide([record(FAILED), record(IDLE, step_id=10)])
 
 
-# All delivery orders ------------------------------------------------------------------------------
-
-
-class ModelRank:
-    """The loop's rules and nothing else: one that has a request runs one step for it."""
-
-    def __init__(self, step_id: int) -> None:
-        self.step_id = step_id
-        self.wake_number = 0
-        self.num_requests = 0
-        self.num_served = 0
-        self.num_agreements = 0
-        self.sleeps_since: int | None = None
-        """The wake number at which it fell asleep; None when awake."""
-
-    def deliver(self, message: int | str) -> None:
-        if isinstance(message, str):
-            self.num_requests += 1
-        else:
-            self.wake_number = max(self.wake_number, message)
-        if self.sleeps_since is not None and self.wake_number > self.sleeps_since:
-            self.sleeps_since = None
-
-    def record(self) -> StepRecord:
-        has_work = self.num_requests > 0
-        state = WORKING if has_work else IDLE
-        return record(state, int(has_work), self.wake_number, step_id=self.step_id)
-
-    def follow(self, decision: Decision) -> None:
-        self.step_id += 1
-        self.num_agreements += 1
-        if decision.kind is SLEEP:
-            # Messages are read between steps only, so the number is the one of the record.
-            self.sleeps_since = self.wake_number
-        elif self.num_requests:
-            self.num_requests -= 1
-            self.num_served += 1
-
-
-def agree_while_possible(ranks: Sequence[ModelRank], most: int) -> int:
-    """The group steps only when nobody sleeps: the others wait inside their collective."""
-    num_agreements = 0
-    while num_agreements < most and all(rank.sleeps_since is None for rank in ranks):
-        decision = decide([rank.record() for rank in ranks])
-        for rank in ranks:
-            rank.follow(decision)
-        num_agreements += 1
-    return num_agreements
-
+# All orders of events -----------------------------------------------------------------------------
 
 Message = tuple[int, int | str]
-"""Receiving rank, and the number of a wake or the name of a request."""
+"""Receiving rank, and the number of a wake, or "work", or "stop"."""
 
 
-def interleavings(queues: tuple[tuple[Message, ...], ...]) -> set[tuple[Message, ...]]:
-    """All orders of delivery that keep the order of each queue."""
-    if not any(queues):
-        return {()}
-    found = set()
-    for index, queue in enumerate(queues):
-        if queue:
-            rest = (*queues[:index], queue[1:], *queues[index + 1 :])
-            found |= {(queue[0], *order) for order in interleavings(rest)}
+@dataclasses.dataclass(frozen=True)
+class ModelRank:
+    """The loop's rules and nothing else: a step reads messages, announces, follows the decision."""
+
+    wake_number: int = 0
+    num_requests: int = 0
+    num_served: int = 0
+    is_stopping: bool = False
+    has_stopped: bool = False
+    announced: StepRecord | None = None
+    """Waiting for the others' records in the collective; messages stay unread meanwhile."""
+    unread: tuple[int | str, ...] = ()
+    sleeps_since: int | None = None
+    """The wake number at which it fell asleep; None when awake."""
+
+    @property
+    def can_announce(self) -> bool:
+        return self.announced is None and self.sleeps_since is None and not self.has_stopped
+
+    def deliver(self, message: int | str) -> "ModelRank":
+        if self.announced is not None:
+            return dataclasses.replace(self, unread=(*self.unread, message))
+        return self._read(message)
+
+    def _read(self, message: int | str) -> "ModelRank":
+        if message == "work":
+            return dataclasses.replace(self, num_requests=self.num_requests + 1)
+        if message == "stop":
+            return dataclasses.replace(self, num_requests=0, is_stopping=True)
+        assert isinstance(message, int)
+        number = max(self.wake_number, message)
+        wakes = self.sleeps_since is not None and number > self.sleeps_since
+        sleeps_since = None if wakes else self.sleeps_since
+        return dataclasses.replace(self, wake_number=number, sleeps_since=sleeps_since)
+
+    def announce(self) -> "ModelRank":
+        state = STOPPING if self.is_stopping else WORKING if self.num_requests else IDLE
+        own = record(state, min(self.num_requests, 1), self.wake_number)
+        return dataclasses.replace(self, announced=own)
+
+    def follow(self, decision: Decision) -> "ModelRank":
+        assert self.announced is not None
+        rows = self.announced.num_tokens
+        rank = dataclasses.replace(
+            self,
+            announced=None,
+            unread=(),
+            num_requests=self.num_requests - rows,
+            num_served=self.num_served + rows,
+            has_stopped=decision.kind is STOP,
+            sleeps_since=self.wake_number if decision.kind is SLEEP else None,
+        )
+        for message in self.unread:
+            rank = rank._read(message)
+        return rank
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Three ranks, and what is on its way to each of them, in order."""
+
+    ranks: tuple[ModelRank, ...]
+    queues: tuple[tuple[int | str, ...], ...]
+
+    def next_worlds(self) -> list["World"]:
+        """One for each event that may come next."""
+        found = []
+        for index, rank in enumerate(self.ranks):
+            if queue := self.queues[index]:
+                found.append(self._with(index, rank.deliver(queue[0]), queue[1:]))
+            if rank.can_announce:
+                found.append(self._with(index, rank.announce(), queue))
+        records = [rank.announced for rank in self.ranks if rank.announced is not None]
+        if len(records) == len(self.ranks):
+            decision = decide(records)
+            ranks = tuple(rank.follow(decision) for rank in self.ranks)
+            found.append(World(ranks, self.queues))
+        return found
+
+    def _with(self, index: int, rank: ModelRank, queue: tuple[int | str, ...]) -> "World":
+        before, after = slice(index), slice(index + 1, None)
+        return World(
+            (*self.ranks[before], rank, *self.ranks[after]),
+            (*self.queues[before], queue, *self.queues[after]),
+        )
+
+
+def explore(start: World) -> dict[World, list[World]]:
+    """Every world that can come about, with those that may follow it."""
+    followers: dict[World, list[World]] = {}
+    to_visit = [start]
+    while to_visit:
+        world = to_visit.pop()
+        if world not in followers:
+            followers[world] = world.next_worlds()
+            to_visit.extend(followers[world])
+    return followers
+
+
+def leads_to(followers: dict[World, list[World]], ends: set[World]) -> set[World]:
+    """The worlds from which one of `ends` can still come about."""
+    leaders: dict[World, list[World]] = {world: [] for world in followers}
+    for world, following in followers.items():
+        for follower in following:
+            leaders[follower].append(world)
+    found, to_visit = set(ends), list(ends)
+    while to_visit:
+        for leader in leaders[to_visit.pop()]:
+            if leader not in found:
+                found.add(leader)
+                to_visit.append(leader)
     return found
 
 
-def queues_of(sent: Sequence[Message]) -> tuple[tuple[Message, ...], ...]:
-    """One queue to each of three ranks, as the channel keeps the order to one receiver."""
-    return tuple(tuple(message for message in sent if message[0] == rank) for rank in range(3))
+def wake(number: int) -> list[Message]:
+    return [(rank, number) for rank in range(3)]
 
 
-ONE_REQUEST: list[Message] = [(1, "a"), (0, 1), (1, 1), (2, 1)]
-TWO_REQUESTS: list[Message] = [*ONE_REQUEST, (2, "b"), (0, 2), (1, 2), (2, 2)]
-SAME_RANK_TWICE: list[Message] = [*ONE_REQUEST, (1, "b"), (0, 2), (1, 2), (2, 2)]
+AWAKE, ASLEEP = ModelRank(), ModelRank(sleeps_since=0)
+ONE_REQUEST: list[Message] = [(1, "work"), *wake(1)]
+TWO_RANKS: list[Message] = [*ONE_REQUEST, (2, "work"), *wake(2)]
+ONE_RANK_TWICE: list[Message] = [*ONE_REQUEST, (1, "work"), *wake(2)]
+BOTH_BEFORE_A_WAKE: list[Message] = [(1, "work"), (2, "work"), *wake(1), *wake(2)]
+STOP_AFTER_WORK: list[Message] = [*ONE_REQUEST, (0, "stop"), (1, "stop"), (2, "stop"), *wake(2)]
 
 
-@pytest.mark.parametrize("starts_asleep", [True, False])
-@pytest.mark.parametrize("steps_between", [0, 1, 5])
-@pytest.mark.parametrize("sent", [ONE_REQUEST, TWO_REQUESTS, SAME_RANK_TWICE])
-def test_every_order_of_delivery_is_served_and_ends_asleep(
-    sent: list[Message], steps_between: int, starts_asleep: bool
+@pytest.mark.parametrize("rank", [AWAKE, ASLEEP], ids=["awake", "asleep"])
+@pytest.mark.parametrize("sent", [ONE_REQUEST, TWO_RANKS, ONE_RANK_TWICE, BOTH_BEFORE_A_WAKE])
+def test_in_every_order_of_events_all_is_served_and_all_sleep(
+    sent: list[Message], rank: ModelRank
 ) -> None:
-    """Whatever the order in which three ranks hear of requests and wakes, and however many steps
-    fit between two deliveries: no request is forgotten, and no rank is left alone in a step.
+    """Whoever hears of what first, and whoever comes first to a step: nothing is forgotten, and no
+    rank waits in a step that another one sleeps through. The order to one rank is kept.
     """
-    orders = interleavings(queues_of(sent))
-    # 4!/2! for one request; (2 + 3 + 3 messages) 8!/(2! 3! 3!) and (2 + 4 + 2) 8!/(2! 4! 2!).
-    assert len(orders) == {4: 12, 8: 420 if sent is SAME_RANK_TWICE else 560}[len(sent)]
-    for order in orders:
-        ranks = [ModelRank(step_id=5) for _ in range(3)]
-        if starts_asleep:
-            assert agree_while_possible(ranks, 5) == 1
-        for receiver, message in order:
-            ranks[receiver].deliver(message)
-            agree_while_possible(ranks, steps_between)
-        # Bounded: a group that never came to rest would be seen here.
-        assert agree_while_possible(ranks, 20) < 20
-        requests = [receiver for receiver, message in order if isinstance(message, str)]
-        assert [rank.num_served for rank in ranks] == [requests.count(rank) for rank in range(3)]
-        assert [rank.num_requests for rank in ranks] == [0, 0, 0]
-        assert len({rank.num_agreements for rank in ranks}) == 1
-        # None is awake alone, in a collective that the others do not join.
-        assert all(rank.sleeps_since == rank.wake_number == sent[-1][1] for rank in ranks)
+    queues = tuple(tuple(what for to, what in sent if to == index) for index in range(3))
+    followers = explore(World((rank,) * 3, queues))
+    ends = {world for world, following in followers.items() if not following}
+    for world in ends:
+        assert not any(world.queues)
+        for index, end in enumerate(world.ranks):
+            assert end.announced is None, "waits alone in a step"
+            assert end.sleeps_since == end.wake_number == sent[-1][1]
+            assert (end.num_requests, end.num_served) == (0, sent.count((index, "work")))
+    # The group cannot be caught in steps that never end, either.
+    assert leads_to(followers, ends) == set(followers)
+
+
+@pytest.mark.parametrize("rank", [AWAKE, ASLEEP], ids=["awake", "asleep"])
+def test_in_every_order_of_events_all_stop_together(rank: ModelRank) -> None:
+    queues = tuple(tuple(what for to, what in STOP_AFTER_WORK if to == index) for index in range(3))
+    followers = explore(World((rank,) * 3, queues))
+    # A stopped rank may still be sent a wake; what counts is that all have left.
+    ends = {world for world, following in followers.items() if not following}
+    assert all(end.has_stopped for world in ends for end in world.ranks)
+    assert leads_to(followers, ends) == set(followers)
+    for world in followers:
+        assert len({end.has_stopped for end in world.ranks}) == 1
 
 
 # Real ranks ---------------------------------------------------------------------------------------
