@@ -76,7 +76,7 @@ def engine_config(
             vocab_size=hf["vocab_size"],
             num_experts=hf["num_local_experts"],
             top_k=hf["num_experts_per_tok"],
-            moe_intermediate_size=hf["moe_intermediate_size"],
+            moe_intermediate_size=hf.get("moe_intermediate_size") or hf["intermediate_size"],
             max_position_embeddings=hf["max_position_embeddings"],
             hf_config=hf,
             generation_config={},

@@ -1,0 +1,161 @@
+"""Greedy tokens and their logprobs equal `transformers`, whatever DP size, backend and budget."""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from moed.dist.groups import Groups
+from moed.dist.registry import capabilities
+from moed.server.messages import (
+    AddRequest,
+    FromEngine,
+    SamplingParams,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    TokenOutput,
+)
+from tests.server.engine.configs import engine_config
+from tests.worker_pool import WorkerPool
+
+BUDGETS = (1, 7, 16, 17, 64, 4096)
+NUM_TOKENS = 24
+# By rank: rank 1 has nothing to do, and takes part all the same.
+PROMPT_LENGTHS = {0: (5, 23), 1: (), 2: (40, 16)}
+TOLERANCE = 1e-4
+
+
+def prompts_of(rank: int) -> list[list[int]]:
+    return [
+        [(7 * position + 13 * rank + length) % 90 + 3 for position in range(length)]
+        for length in PROMPT_LENGTHS[rank]
+    ]
+
+
+class ScriptedChannel:
+    """Gives this rank its requests at once and, when they have ended, the end."""
+
+    def __init__(self, requests: list[AddRequest]) -> None:
+        self._inbox: list[ToEngine] = list(requests)
+        self._open = {request.request_id for request in requests}
+        self.outputs: dict[str, list[TokenOutput]] = {
+            request.request_id: [] for request in requests
+        }
+
+    def receive(self) -> list[ToEngine]:
+        messages, self._inbox = self._inbox, []
+        return messages or ([] if self._open else [Shutdown()])
+
+    def wait(self, timeout_s: float) -> bool:
+        raise AssertionError("nobody sleeps before the end")
+
+    def send(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutputs):
+            assert message.stats.max_step_tokens <= self.budget
+            for output in message.outputs:
+                self.outputs[output.request_id].append(output)
+                if output.finish_reason is not None:
+                    self._open.discard(output.request_id)
+
+    budget = 0
+
+
+def serve(
+    groups: Groups, path: str, backend: str, budgets: tuple[int, ...]
+) -> list[list[tuple[list[int], list[float]]]]:
+    """On every rank: an engine for each budget; per budget and prompt, tokens and logprobs."""
+    from moed.server.engine import Engine
+
+    hf_config = json.loads((pathlib.Path(path) / "config.json").read_text())
+    results = []
+    for budget in budgets:
+        config = engine_config(
+            backend=capabilities()[backend],
+            ranks=groups.world_size,
+            path=path,
+            hf_config=hf_config,
+            max_num_batched_tokens=budget,
+            max_num_seqs=min(8, budget),
+            num_kv_blocks=64,
+        )
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=1, temperature=0.0, logprobs=0)
+        requests = [
+            AddRequest(request_id=str(index), epoch=0, prompt_token_ids=prompt, params=params)
+            for index, prompt in enumerate(prompts_of(groups.rank))
+        ]
+        channel = ScriptedChannel(requests)
+        channel.budget = budget
+        engine = Engine(config, groups, channel)
+        engine.start({})
+        engine.run()
+        results.append([_joined(channel.outputs[request.request_id]) for request in requests])
+    return results
+
+
+def _joined(outputs: list[TokenOutput]) -> tuple[list[int], list[float]]:
+    tokens = [token for output in outputs for token in output.token_ids]
+    logprobs = [entry.logprob for output in outputs for entry in output.logprobs or ()]
+    return tokens, logprobs
+
+
+def truth(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Greedy tokens of `transformers`, and the logprob of each."""
+    import torch
+
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            logits = model(torch.tensor([prompt + tokens])).logits[0, -1].float()
+            token = int(logits.argmax())
+            logprobs.append(float(torch.log_softmax(logits, dim=-1)[token]))
+            tokens.append(token)
+    return tokens, logprobs
+
+
+Truth = dict[int, list[tuple[list[int], list[float]]]]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Truth]]:
+    """Folder of a small checkpoint, and what `transformers` answers to every rank's prompts."""
+    from tests.moe.checkpoints import make_model
+
+    model = make_model(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    yield (
+        str(folder),
+        {rank: [truth(model, prompt) for prompt in prompts_of(rank)] for rank in PROMPT_LENGTHS},
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [
+        (1, "local"),
+        (2, "all2allv"),
+        (2, "allgather_reducescatter"),
+        (3, "all2allv"),
+        (3, "allgather_reducescatter"),
+    ],
+)
+def test_outputs_equal_transformers(
+    checkpoint: tuple[str, Truth],
+    workers: Callable[[int], WorkerPool],
+    ranks: int,
+    backend: str,
+) -> None:
+    path, expected = checkpoint
+    by_rank = workers(ranks).run(serve, path, backend, BUDGETS)
+    for rank, by_budget in enumerate(by_rank):
+        for budget, answers in zip(BUDGETS, by_budget, strict=True):
+            for answer, wanted in zip(answers, expected[rank], strict=True):
+                where = f"rank {rank} of {ranks}, {backend}, B {budget}"
+                assert answer[0] == wanted[0], where
+                assert answer[1] == pytest.approx(wanted[1], abs=TOLERANCE), where
