@@ -29,14 +29,24 @@ class DecoderFeatures:
 
 @dataclass(frozen=True)
 class Names:
-    """Where a layer's tensors lie below `model.layers.N.`; `{e}` is a global expert id."""
+    """Where a MoE layer's tensors lie below `model.layers.N.`; `{e}` is a global expert id."""
 
-    moe: str
+    router: str
     gate: str
     up: str
     down: str
-    fused_gate_up: str
-    fused_down: str
+
+
+@dataclass(frozen=True)
+class FusedNames:
+    """The same, where all experts of a layer lie in one tensor: [E, 2I, D] and [E, D, I].
+
+    `save_pretrained(save_original_format=False)` writes them so, under one set of names.
+    """
+
+    router: str = "mlp.gate.weight"
+    gate_up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
 
 
 @dataclass(frozen=True)
@@ -56,26 +66,30 @@ def family_of(model: ModelConfig) -> Family:
     return FAMILIES[model.model_type]
 
 
-def _common(model: ModelConfig) -> dict[str, Any]:
+def _common(model: ModelConfig, rope_theta: float, rms_norm_eps: float) -> dict[str, Any]:
+    """What both families share; the numbers are what `transformers` takes for a missing field."""
     config = model.hf_config
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"hidden_act {activation!r} is not served; served is 'silu'")
     return {
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "rope_theta": _rope_theta(config),
+        "rms_norm_eps": float(config.get("rms_norm_eps", rms_norm_eps)),
+        "rope_theta": _rope_theta(config, rope_theta),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "dense_intermediate_size": int(config.get("intermediate_size") or 0),
     }
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
+def _rope_theta(config: Mapping[str, Any], otherwise: float) -> float:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ModelError(f"rope_type {kind!r} is not served; served is 'default'")
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ModelError(f"partial_rotary_factor {partial} is not served; served is 1.0")
+    return float(rope.get("rope_theta") or config.get("rope_theta") or otherwise)
 
 
 def _qwen3_moe(model: ModelConfig) -> DecoderFeatures:
@@ -83,7 +97,7 @@ def _qwen3_moe(model: ModelConfig) -> DecoderFeatures:
     step = int(config.get("decoder_sparse_step") or 1)
     dense = set(config.get("mlp_only_layers") or ())
     return DecoderFeatures(
-        **_common(model),
+        **_common(model, rope_theta=1e4, rms_norm_eps=1e-6),
         has_qk_norm=True,
         attention_bias=bool(config.get("attention_bias", False)),
         renormalize=bool(config.get("norm_topk_prob", False)),
@@ -96,7 +110,7 @@ def _qwen3_moe(model: ModelConfig) -> DecoderFeatures:
 
 def _mixtral(model: ModelConfig) -> DecoderFeatures:
     return DecoderFeatures(
-        **_common(model),
+        **_common(model, rope_theta=1e6, rms_norm_eps=1e-5),
         has_qk_norm=False,
         attention_bias=False,
         renormalize=True,
@@ -108,23 +122,19 @@ def _mixtral(model: ModelConfig) -> DecoderFeatures:
 FAMILIES = {
     "qwen3_moe": Family(
         Names(
-            moe="mlp.",
-            gate="experts.{e}.gate_proj.weight",
-            up="experts.{e}.up_proj.weight",
-            down="experts.{e}.down_proj.weight",
-            fused_gate_up="experts.gate_up_proj",
-            fused_down="experts.down_proj",
+            router="mlp.gate.weight",
+            gate="mlp.experts.{e}.gate_proj.weight",
+            up="mlp.experts.{e}.up_proj.weight",
+            down="mlp.experts.{e}.down_proj.weight",
         ),
         _qwen3_moe,
     ),
     "mixtral": Family(
         Names(
-            moe="block_sparse_moe.",
-            gate="experts.{e}.w1.weight",
-            up="experts.{e}.w3.weight",
-            down="experts.{e}.w2.weight",
-            fused_gate_up="experts.gate_up_proj",
-            fused_down="experts.down_proj",
+            router="block_sparse_moe.gate.weight",
+            gate="block_sparse_moe.experts.{e}.w1.weight",
+            up="block_sparse_moe.experts.{e}.w3.weight",
+            down="block_sparse_moe.experts.{e}.w2.weight",
         ),
         _mixtral,
     ),

@@ -11,9 +11,10 @@ from moed.dist.groups import Groups
 from moed.dist.placement import ExpertPlacement
 from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
 from moed.moe.experts import Experts, make_experts
-from moed.moe.families import DecoderFeatures, Names, family_of
+from moed.moe.families import DecoderFeatures, FusedNames, Names, family_of
 from moed.moe.fused_moe import FusedMoE
-from moed.moe.loader import Checkpoint, Dummy, Source
+from moed.moe.loader import Checkpoint, Dummy, Source, Survey
+from moed.moe.progress import layer_progress
 
 __all__ = ["Decoder", "load_model"]
 
@@ -30,15 +31,23 @@ def load_model(
     dtype = getattr(torch, config.model.dtype)
     family = family_of(config.model)
     features = family.features(config.model)
+
+    def build(source: Source, on_layer: Callable[[int], None]) -> Decoder:
+        return _Builder(
+            config, features, family.names, source, groups.rank, backend, placement
+        ).build(on_layer)
+
     source: Source
     if config.model.load_format == "dummy":
         source = Dummy(config.model.seed, dtype, device)
     else:
         source = Checkpoint(Path(config.model.path), dtype, device)
-    builder = _Builder(config, features, family.names, source, groups.rank, backend, placement)
-    decoder = builder.build(report)
-    source.finish()
-    return decoder
+        # Once without reading, so that all that does not fit is told together, before any work.
+        survey = Survey(source)
+        build(survey, lambda _: None)
+        survey.finish()
+    with layer_progress(config.model.num_layers, report, groups.rank) as on_layer:
+        return build(source, on_layer)
 
 
 class _Builder:
@@ -62,13 +71,14 @@ class _Builder:
         self._placement = placement
         self._experts: list[Experts] = []
 
-    def build(self, report: Callable[[str], None]) -> Decoder:
+    def build(self, on_layer: Callable[[int], None]) -> Decoder:
+        """The decoder; `on_layer` is told the number of each layer before it is read."""
         model, get = self._model, self._source.get
         vocabulary = (model.vocab_size, model.hidden_size)
         embedding = get("model.embed_tokens.weight", vocabulary)
         layers = []
         for index in range(model.num_layers):
-            report(f"loading layer {index + 1} of {model.num_layers}")
+            on_layer(index)
             layers.append(self._layer(index))
         final_norm = get("model.norm.weight", (model.hidden_size,))
         if self._features.tie_word_embeddings:
@@ -87,7 +97,7 @@ class _Builder:
                 f"{prefix}post_attention_layernorm.weight", (hidden,)
             ),
             mlp=(
-                self._moe(prefix + self._names.moe)
+                self._moe(prefix)
                 if self._features.moe_layers[index]
                 else self._dense(f"{prefix}mlp.")
             ),
@@ -137,32 +147,59 @@ class _Builder:
 
     def _moe(self, prefix: str) -> FusedMoE:
         model = self._model
-        router = self._source.get(f"{prefix}gate.weight", (model.num_experts, model.hidden_size))
-        gate_up, down = self._expert_weights(prefix)
+        fused = FusedNames()
+        is_fused = self._source.has(prefix + fused.gate_up)
+        router = self._source.get(
+            prefix + (fused.router if is_fused else self._names.router),
+            (model.num_experts, model.hidden_size),
+        )
+        own = self._placement.local_expert_ids(self._rank)
+        size, hidden = model.moe_intermediate_size, model.hidden_size
+        dtype, device = getattr(torch, model.dtype), self._source.device
+        gate_up = torch.empty(len(own), 2 * size, hidden, dtype=dtype, device=device)
+        down = torch.empty(len(own), hidden, size, dtype=dtype, device=device)
+        if is_fused:
+            self._fill_fused(prefix, own, gate_up, down)
+        else:
+            self._fill(prefix, own, gate_up, down)
         experts = make_experts(
-            self._backend.capabilities.activation_format, gate_up.device.type, gate_up, down
+            self._backend.capabilities.activation_format,
+            self._config.parallel.device,
+            gate_up,
+            down,
         )
         self._experts.append(experts)
         return FusedMoE(
             self._config.fused_moe, router, self._features.renormalize, experts, self._backend
         )
 
-    def _expert_weights(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The own experts: [e, 2I, D] and [e, D, I]."""
-        model, names, get = self._model, self._names, self._source.get
-        size, hidden = model.moe_intermediate_size, model.hidden_size
-        own = self._placement.local_expert_ids(self._rank)
-        own_set = set(own)
-        for expert in range(model.num_experts):
-            if expert not in own_set:
-                for name in (names.gate, names.up, names.down):
-                    self._source.skip(prefix + name.format(e=expert))
-        dtype = getattr(torch, model.dtype)
-        device = torch.device(self._config.parallel.device)
-        gate_up = torch.empty(len(own), 2 * size, hidden, dtype=dtype, device=device)
-        down = torch.empty(len(own), hidden, size, dtype=dtype, device=device)
+    def _fill(
+        self, prefix: str, own: tuple[int, ...], gate_up: torch.Tensor, down: torch.Tensor
+    ) -> None:
+        """Into [e, 2I, D] and [e, D, I], from a checkpoint with three matrices per expert."""
+        names, source = self._names, self._source
+        size, hidden = self._model.moe_intermediate_size, self._model.hidden_size
+        for expert in set(range(self._model.num_experts)) - set(own):
+            for name in (names.gate, names.up, names.down):
+                source.skip(prefix + name.format(e=expert))
         for local, expert in enumerate(own):
-            gate_up[local, :size] = get(prefix + names.gate.format(e=expert), (size, hidden))
-            gate_up[local, size:] = get(prefix + names.up.format(e=expert), (size, hidden))
-            down[local] = get(prefix + names.down.format(e=expert), (hidden, size))
-        return gate_up, down
+            gate, up, out = (
+                prefix + name.format(e=expert) for name in (names.gate, names.up, names.down)
+            )
+            gate_up[local, :size] = source.get(gate, (size, hidden))
+            gate_up[local, size:] = source.get(up, (size, hidden))
+            down[local] = source.get(out, (hidden, size))
+
+    def _fill_fused(
+        self, prefix: str, own: tuple[int, ...], gate_up: torch.Tensor, down: torch.Tensor
+    ) -> None:
+        """The same from two tensors of all experts, of which only the own rows are read."""
+        fused, source, num_experts = FusedNames(), self._source, self._model.num_experts
+        for local, expert in enumerate(own):
+            shape = (num_experts, *gate_up.shape[1:])
+            gate_up[local] = source.get_row(prefix + fused.gate_up, shape, expert)
+            shape = (num_experts, *down.shape[1:])
+            down[local] = source.get_row(prefix + fused.down, shape, expert)
+        # A rank without experts asks for none of it.
+        source.skip(prefix + fused.gate_up)
+        source.skip(prefix + fused.down)

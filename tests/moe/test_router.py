@@ -1,0 +1,54 @@
+"""Routing: worked out by hand, ties by id."""
+
+import pytest
+import torch
+
+from moed.moe.router import route
+
+
+def logits_of(*weights: float) -> torch.Tensor:
+    """[1, E] whose softmax is these weights."""
+    return torch.tensor([weights]).log()
+
+
+@pytest.mark.parametrize(
+    ("renormalize", "expected"), [(False, [0.4, 0.3]), (True, [0.4 / 0.7, 0.3 / 0.7])]
+)
+def test_the_likeliest_experts(renormalize: bool, expected: list[float]) -> None:
+    weights, ids = route(logits_of(0.1, 0.4, 0.2, 0.3), 2, renormalize)
+    assert ids.tolist() == [[1, 3]] and ids.dtype == torch.int64
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, torch.tensor([expected]))
+
+
+def test_of_equals_the_lower_id_comes_first() -> None:
+    # 64 experts, since short rows are sorted by another algorithm.
+    logits = torch.zeros(3, 64)
+    logits[1, [50, 20, 60]] = 1.0
+    logits[2, 63] = 1.0
+    _, ids = route(logits, 4, True)
+    assert ids.tolist() == [[0, 1, 2, 3], [20, 50, 60, 0], [63, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_and_sums(num_rows: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(num_rows, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weights, ids = route(logits, 3, True)
+    assert weights.shape == ids.shape == (num_rows, 3)
+    assert weights.is_contiguous() and ids.is_contiguous()
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(num_rows))
+
+
+def test_renormalizing_is_a_softmax_over_the_chosen() -> None:
+    """What Mixtral's definition says."""
+    logits = torch.randn(7, 8, generator=torch.Generator().manual_seed(1))
+    weights, _ = route(logits, 2, True)
+    chosen = logits.topk(2, dim=-1).values
+    torch.testing.assert_close(weights, torch.softmax(chosen, dim=-1))
+
+
+def test_all_experts_chosen() -> None:
+    weights, ids = route(logits_of(0.25, 0.75), 2, False)
+    assert ids.tolist() == [[1, 0]]
+    torch.testing.assert_close(weights, torch.tensor([[0.75, 0.25]]))
