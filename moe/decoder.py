@@ -12,7 +12,7 @@ from moed.config.engine_config import ModelConfig
 from moed.dist.dp_metadata import DPMetadata
 from moed.moe.attention import AttentionPlan, paged_attention, plan_attention
 from moed.moe.batch import ForwardBatch
-from moed.moe.experts import Experts, swiglu_expert
+from moed.moe.experts import Experts, swiglu
 from moed.moe.families import DecoderFeatures
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.kv_cache import KVCache
@@ -20,9 +20,8 @@ from moed.moe.kv_cache import KVCache
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Over the last dim, in float32, as the checkpoints were trained."""
-    wide = hidden.float()
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True).add_(eps))
-    return (wide * scale).to(hidden.dtype) * weight
+    # The weight stays outside: the checkpoints' own code rounds to their dtype before it.
+    return F.rms_norm(hidden, hidden.shape[-1:], None, eps) * weight
 
 
 def rotary_tables(
@@ -136,7 +135,7 @@ class Decoder:
             if isinstance(layer.mlp, FusedMoE):
                 hidden = hidden + layer.mlp(normed, dp_metadata)
             else:
-                hidden = hidden + swiglu_expert(normed, layer.mlp.gate_up, layer.mlp.down)
+                hidden = hidden + swiglu(normed, layer.mlp.gate_up, layer.mlp.down)
         wanted = rms_norm(hidden[batch.logits_indices], self._final_norm, eps)
         return F.linear(wanted, self._head).float()
 

@@ -4,6 +4,7 @@ Legend: r rows, D hidden, K top-k, e local experts, I intermediate size, p (row,
 expert lives here.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -32,7 +33,7 @@ class TorchExperts:
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         """`gate_up` [e, 2I, D]: gate rows, then up rows; `down` [e, D, I]."""
         # One tensor per expert, made once instead of sliced in every step.
-        self._weights = list(zip(gate_up.unbind(), down.unbind(), strict=True))
+        self._gate_up, self._down = gate_up.unbind(), down.unbind()
         self.num_rows = 0
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
@@ -42,30 +43,41 @@ class TorchExperts:
         assert ids is not None and weights is not None
         flat = ids.flatten()
         # Choices of other ranks, id -1, sort first.
-        counts = torch.bincount(flat + 1, minlength=len(self._weights) + 1).tolist()
+        counts = torch.bincount(flat + 1, minlength=len(self._down) + 1).tolist()
         pairs = torch.argsort(flat, stable=True)[counts[0] :]
-        self.num_rows += pairs.shape[0]
-        rows = torch.div(pairs, ids.shape[1], rounding_mode="floor")
-        inputs, scales = hidden[rows], weights.flatten()[pairs, None]
         # Float32, since a row sums up to K contributions.
         output = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        end = 0
-        for (gate_up, down), count in zip(self._weights, counts[1:], strict=True):
-            if not count:
-                continue
-            own = slice(end, end := end + count)
-            result = swiglu_expert(inputs[own], gate_up, down).float()
+        if pairs.shape[0]:
+            self.num_rows += pairs.shape[0]
+            rows = torch.div(pairs, ids.shape[1], rounding_mode="floor")
+            results = self._compute(hidden[rows], counts[1:]).float()
             if apply_weights:
-                result = result * scales[own]
-            output.index_add_(0, rows[own], result)
+                results = results * weights.flatten()[pairs, None]
+            output.index_add_(0, rows, results)
         return output.to(hidden.dtype)
 
+    def _compute(self, hidden: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """[p, D] for `hidden` [p, D] in the order of experts, of which each has its count."""
+        used = [expert for expert, count in enumerate(counts) if count]
+        sizes = [counts[expert] for expert in used]
 
-def swiglu_expert(hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """One expert: down(silu(gate(x)) * up(x)) for `hidden` [n, D]."""
-    both = F.linear(hidden, gate_up)
-    size = both.shape[1] // 2
-    return F.linear(F.silu(both[:, :size]) * both[:, size:], down)
+        def multiply(inputs: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+            parts = zip(inputs.split_with_sizes(sizes), used, strict=True)
+            return torch.cat([F.linear(part, weights[expert]) for part, expert in parts])
+
+        # The activation once for all: for one row its call costs as much as the products.
+        return multiply(_silu_and_multiply(multiply(hidden, self._gate_up)), self._down)
+
+
+def swiglu(hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)) for `hidden` [n, D]."""
+    return F.linear(_silu_and_multiply(F.linear(hidden, gate_up)), down)
+
+
+def _silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    """[n, I] for [n, 2I]."""
+    size = gate_up.shape[1] // 2
+    return F.silu(gate_up[:, :size]).mul_(gate_up[:, size:])
 
 
 def reference_experts(
