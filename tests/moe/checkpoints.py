@@ -4,12 +4,6 @@ import pathlib
 from typing import Any
 
 import torch
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 VOCAB_SIZE = 97
 NUM_LAYERS = 3
@@ -51,6 +45,14 @@ def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: A
 
     Norm weights and biases are random too, so that leaving one out shows.
     """
+    # Here, since ranks that only need prompts should not wait for it.
+    from transformers import (
+        MixtralConfig,
+        MixtralForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
     sizes = {**_COMMON, **_OF_FAMILY[family]}
     sizes["num_experts" if family == "qwen3_moe" else "num_local_experts"] = num_experts
     sizes["num_experts_per_tok"] = min(sizes["num_experts_per_tok"], num_experts)
