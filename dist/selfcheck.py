@@ -38,8 +38,8 @@ def check_backend(
     rows = torch.arange(num_rows, device=device)[:, None]
     columns = torch.arange(fused_moe.hidden_size, device=device)[None]
     hidden = ((rows * 31 + columns * 7 + groups.rank * 13) % 17 - 8).to(dtype) / 8
+    topk_ids = spread_ids(num_rows, groups.rank, top_k, fused_moe.num_experts).to(device)
     choices = torch.arange(top_k, device=device)[None]
-    topk_ids = (rows * 5 + choices + groups.rank) % fused_moe.num_experts
     topk_weights = ((choices + 1) / (top_k + rows % 3)).float()
     metadata = DPMetadata.make(
         config.parallel,
@@ -54,6 +54,16 @@ def check_backend(
     factor = (topk_weights * (topk_ids + 1)).sum(dim=1, keepdim=True)
     expected = hidden.float() * factor
     _compare(combined, expected, dtype, groups.rank, backend.capabilities.name)
+
+
+def spread_ids(num_rows: int, rank: int, top_k: int, num_experts: int) -> torch.Tensor:
+    """[num_rows, top_k] int64: different experts in each row, spread so far that every rank which
+    holds some is sent some.
+    """
+    step = num_experts // top_k
+    rows = torch.arange(num_rows)[:, None]
+    first = -(-rows * step // max(num_rows, 1))  # rounded up
+    return (first + rank + torch.arange(top_k)[None] * step) % num_experts
 
 
 def _scaled(dispatched: Dispatched, factors: torch.Tensor) -> torch.Tensor:
