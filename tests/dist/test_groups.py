@@ -1,0 +1,214 @@
+"""Lost, hanging and missing peers become a sentence within a bound, and closing never hangs."""
+
+import dataclasses
+import datetime
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moed.config.errors import PeerLost
+from moed.dist import groups as groups_module
+from moed.dist.agreement import Agreement, RankState, gather_ints
+from moed.dist.dp_metadata import DPMetadata
+from moed.dist.groups import Groups, collective_errors, init_groups
+from moed.dist.launch import LaunchEnvironment
+from moed.dist.placement import ExpertPlacement
+from moed.dist.registry import create_backend
+from tests.server.engine.configs import engine_config
+from tests.worker_pool import WorkerPool, WorkersFailed
+
+ALONE = LaunchEnvironment(0, 1, 0, 1, "127.0.0.1", 0, "moed")
+
+
+@pytest.fixture
+def pool_of() -> Iterator[Callable[[int], WorkerPool]]:
+    """Pools of this test's own: their ranks do not survive it."""
+    pools: list[WorkerPool] = []
+
+    def start(world_size: int) -> WorkerPool:
+        pools.append(WorkerPool(world_size))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+def timed(function: Callable[[], object]) -> tuple[str, float]:
+    """What `function` says of a lost peer, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        function()
+    except PeerLost as error:
+        return str(error), time.monotonic() - started
+    return "no error", time.monotonic() - started
+
+
+def dispatch(groups: Groups, name: str) -> None:
+    """Four rows for each of two ranks."""
+    config = engine_config(ranks=2)
+    backend = create_backend(
+        name,
+        groups,
+        ExpertPlacement.linear(4, 2),
+        config.fused_moe,
+        torch.float32,
+        torch.device("cpu"),
+    )
+    metadata = DPMetadata(torch.tensor([4, 4], dtype=torch.int32), groups.rank, 0)
+    ids = torch.arange(8).view(4, 2) % 4
+    backend.dispatch(torch.zeros(4, 32), ids, torch.ones(4, 2), metadata)
+
+
+def lose_a_peer(groups: Groups) -> list[tuple[str, float]]:
+    """Rank 1 dies once rank 0 waits for it."""
+    agreement = Agreement(groups, engine_config(ranks=2).parallel, 1)
+    agreement.agree(6, 0, RankState.IDLE, 0)
+    if groups.rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [
+        timed(lambda: agreement.agree(7, 0, RankState.IDLE, 0)),
+        timed(lambda: gather_ints(groups, 1)),
+        timed(lambda: dispatch(groups, "all2allv")),
+        timed(lambda: dispatch(groups, "allgather_reducescatter")),
+        timed(groups.close),
+        timed(groups.close),
+    ]
+
+
+def test_a_killed_peer_is_noticed_at_once_and_the_collective_named(
+    pool_of: Callable[[int], WorkerPool],
+) -> None:
+    with pytest.raises(WorkersFailed) as caught:
+        pool_of(2).run(lose_a_peer)
+    assert caught.value.errors == {1: "killed by SIGKILL"}
+    answers = caught.value.results[0]
+    collectives = [
+        "agreement of step 7",
+        "gather of a number",
+        "exchange of row counts",
+        "all-gather of rows",
+    ]
+    for (message, seconds), collective in zip(answers, collectives, strict=False):
+        assert f"collective '{collective}' failed" in message
+        assert "look for that rank's own error first" in message
+        assert seconds < 10
+    for message, seconds in answers[len(collectives) :]:
+        assert message == "no error" and seconds < 6
+
+
+def wait_for_a_hanging_peer(groups: Groups) -> tuple[str, float]:
+    """Rank 1 does not come; the bound is 1 s instead of the group's own."""
+    bounded = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    groups_with_bound = Groups(ALONE, "cpu", bounded, bounded, bounded)
+    groups_with_bound.world_size = 2
+    answer = timed(lambda: gather_ints(groups_with_bound, 1)) if groups.rank == 0 else ("", 0.0)
+    gather_ints(groups, 0)
+    return answer
+
+
+def test_a_hanging_peer_is_given_up_after_the_timeout(
+    workers: Callable[[int], WorkerPool],
+) -> None:
+    message, seconds = workers(2).run(wait_for_a_hanging_peer)[0]
+    assert "collective 'gather of a number' failed" in message
+    assert 0.9 < seconds < 10
+
+
+def meet_nobody(groups: Groups) -> list[tuple[str, float]]:
+    """A group of two in which one never starts; the bound is 2 s."""
+    groups.close()
+    parallel = dataclasses.replace(engine_config(ranks=2).parallel, distributed_timeout_s=2.0)
+    without_store = LaunchEnvironment(1, 2, 1, 2, "127.0.0.1", 1, "moed")
+    without_others = LaunchEnvironment(0, 2, 0, 2, "127.0.0.1", 0, "moed")
+    return [
+        timed(lambda: init_groups(without_store, parallel, None)),
+        timed(lambda: init_groups(without_others, parallel, None)),
+    ]
+
+
+def test_ranks_that_never_come_are_given_up(pool_of: Callable[[int], WorkerPool]) -> None:
+    (answers,) = pool_of(1).run(meet_nobody)
+    for message, seconds in answers:
+        assert "collective 'rendezvous' failed" in message
+        assert seconds < 20
+
+
+def describe(groups: Groups) -> tuple[Any, ...]:
+    on_loopback = os.environ.get("GLOO_SOCKET_IFNAME")
+    same = groups.cpu is groups.device is groups.agreement
+    return groups.rank, groups.world_size, groups.local_rank, groups.device_type, same, on_loopback
+
+
+def test_on_cpus_all_groups_are_one_gloo_group_on_loopback(
+    workers: Callable[[int], WorkerPool],
+) -> None:
+    assert workers(2).run(describe) == [
+        (0, 2, 0, "cpu", True, "lo"),
+        (1, 2, 1, "cpu", True, "lo"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Connection closed\nmuch more"), dist.DistNetworkError("reset")]
+)
+def test_errors_of_collectives_are_named(error: Exception) -> None:
+    with pytest.raises(PeerLost) as caught, collective_errors("dispatch"):
+        raise error
+    assert "the collective 'dispatch' failed" in str(caught.value)
+    assert "much more" not in str(caught.value)
+    assert caught.value.__cause__ is error and caught.value.exit_code == 69
+
+
+def test_our_own_faults_keep_their_names() -> None:
+    for error in (ValueError("shape"), KeyError("x"), AssertionError()):
+        with pytest.raises(type(error)), collective_errors("dispatch"):
+            raise error
+
+
+def fake_groups() -> Groups:
+    group = cast(dist.ProcessGroup, None)
+    return Groups(ALONE, "cpu", group, group, group)
+
+
+def test_close_gives_up_on_a_library_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release, calls = threading.Event(), []
+
+    def hang() -> None:
+        calls.append(1)
+        release.wait(30)
+
+    monkeypatch.setattr(groups_module, "CLOSE_S", 0.2)
+    monkeypatch.setattr(dist, "destroy_process_group", hang)
+    groups = fake_groups()
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        groups.close()
+        groups.close()
+    assert time.monotonic() - started < 5
+    assert "did not close within 0.2 s" in caplog.text
+    release.set()
+    assert calls == [1]
+
+
+def test_close_reports_what_the_library_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(dist, "destroy_process_group", fail)
+    with caplog.at_level(logging.WARNING):
+        fake_groups().close()
+    assert "did not close cleanly: Connection reset by peer" in caplog.text
