@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -86,7 +87,10 @@ def init_groups(
     timeout = datetime.timedelta(seconds=parallel.distributed_timeout_s)
     if environment.is_single_node:
         # Otherwise gloo resolves the host's name, which may lead anywhere, and listens there.
-        set_default("GLOO_SOCKET_IFNAME", "lo")
+        set_default("GLOO_SOCKET_IFNAME", _loopback_name())
+    on_gpu = parallel.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(environment.local_rank)
     with collective_errors("rendezvous"):
         if environment.launcher == "torchrun":
             store = None  # the agent's, which the env:// method finds
@@ -100,9 +104,6 @@ def init_groups(
                 wait_for_workers=False,
                 master_listen_fd=listen_fd,
             )
-        on_gpu = parallel.device == "cuda"
-        if on_gpu:
-            torch.cuda.set_device(environment.local_rank)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,
@@ -116,3 +117,11 @@ def init_groups(
         # A second communicator, so that the agreement never waits behind the model's collectives.
         agreement = dist.new_group(timeout=timeout, backend="nccl") if on_gpu else world
     return Groups(environment, parallel.device, world, world, agreement)
+
+
+def _loopback_name() -> str:
+    """The interface of 127.0.0.1: `lo` on Linux, `lo0` on macOS."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return "lo"

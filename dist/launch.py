@@ -1,6 +1,7 @@
 """Who this process is in its group, and who started it. Imports no torch."""
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
 import psutil
@@ -54,9 +55,27 @@ def _parent_is_torchrun() -> bool:
         command = [] if parent is None else parent.cmdline()
     except psutil.Error:
         return False
-    # Either the script `torchrun`, or `python -m torch.distributed.run` (or its older name).
-    return any(
-        part.endswith(("/torchrun", "torch/distributed/run.py", "torch/distributed/launch.py"))
-        or part in ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-        for part in command[:4]
-    )
+    return _program(command) in ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+
+
+def _program(command: list[str]) -> str:
+    """What a command line runs: the name of a script or binary, or the module after `-m`.
+
+    Only that counts: the arguments behind it may name anything.
+    """
+    parts = iter(command)
+    first = next(parts, "")
+    if not PurePath(first).name.lower().startswith("python"):
+        return PurePath(first).name
+    for part in parts:
+        if part in ("-X", "-W"):
+            next(parts, "")
+        elif part == "-m":
+            return next(parts, "")
+        elif part == "-c":
+            return ""
+        elif not part.startswith("-"):
+            path = PurePath(part)
+            is_in_torch = path.parts[-3:-1] == ("torch", "distributed")
+            return f"torch.distributed.{path.stem}" if is_in_torch else path.name
+    return ""

@@ -69,7 +69,9 @@ class All2AllV:
         receive_counts = torch.empty_like(send_counts)
         with collective_errors("exchange of row counts"):
             dist.all_to_all_single(receive_counts, send_counts, group=self._groups.device)
-        state = _State(hidden.shape[0], row, send_counts.tolist(), receive_counts.tolist())
+            # On a GPU a lost peer is only seen here, where the host waits for the counts.
+            received = receive_counts.tolist()
+        state = _State(hidden.shape[0], row, send_counts.tolist(), received)
         incoming = layout.empty(sum(state.receive_counts), hidden.device)
         with collective_errors("dispatch of rows"):
             dist.all_to_all_single(

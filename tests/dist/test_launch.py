@@ -49,6 +49,10 @@ def set_parent(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
         ["python", "-m", "torch.distributed.run", "job.py"],
         ["python", "-u", "-m", "torch.distributed.launch", "job.py"],
         ["python", "/opt/torch/distributed/run.py", "job.py"],
+        # Options of the interpreter, also with values of their own.
+        ["python", "-X", "dev", "-W", "ignore", "-u", "-m", "torch.distributed.run", "job.py"],
+        ["/Python.app/Contents/MacOS/Python", "/bin/torchrun", "job.py"],
+        ["torchrun", "job.py"],
     ],
 )
 def test_below_torchrun_its_variables_count(
@@ -64,6 +68,12 @@ def test_below_torchrun_its_variables_count(
         ["bash"],
         ["python", "job.py", "--started-by", "me", "torchrun"],
         ["python", "/home/me/not_torchrun.py"],
+        # What follows the program is its own affair.
+        ["python", "job.py", "torchrun"],
+        ["python", "-m", "pytest", "torchrun"],
+        ["python", "-c", "import torchrun", "torchrun"],
+        ["vim", "/opt/venv/bin/torchrun"],
+        ["python"],
         [],  # a parent that may not be looked at
     ],
 )
