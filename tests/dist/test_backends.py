@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moed.config.engine_config import FusedMoEConfig
-from moed.dist.all2all.base import Dispatched
+from moed.dist.all2all.base import All2AllBackend, Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 from moed.dist.placement import ExpertPlacement
@@ -72,20 +72,26 @@ def run_experts(dispatched: Dispatched, expert_ids: tuple[int, ...]) -> torch.Te
     return total.to(dispatched.hidden.dtype)
 
 
-def exchange(groups: Groups, name: str, num_experts: int, rows_by_rank: list[Rows]) -> Answer:
-    """On each rank: its rows through dispatch, experts and combine, with checks of the format."""
-    rank, rows = groups.rank, rows_by_rank[groups.rank]
-    placement = ExpertPlacement.linear(num_experts, groups.world_size)
+def make_backend(
+    name: str, groups: Groups, placement: ExpertPlacement, top_k: int, dtype: torch.dtype
+) -> All2AllBackend:
     fused_moe = FusedMoEConfig(
-        num_experts=num_experts,
-        top_k=rows.ids.shape[1],
+        num_experts=placement.num_experts,
+        top_k=top_k,
         hidden_size=D,
         intermediate_size=8,
         expert_parallel_size=groups.world_size,
         max_num_tokens=B,
     )
+    return create_backend(name, groups, placement, fused_moe, dtype, torch.device("cpu"))
+
+
+def exchange(groups: Groups, name: str, num_experts: int, rows_by_rank: list[Rows]) -> Answer:
+    """On each rank: its rows through dispatch, experts and combine, with checks of the format."""
+    rank, rows = groups.rank, rows_by_rank[groups.rank]
     dtype = rows.hidden.dtype
-    backend = create_backend(name, groups, placement, fused_moe, dtype, torch.device("cpu"))
+    placement = ExpertPlacement.linear(num_experts, groups.world_size)
+    backend = make_backend(name, groups, placement, rows.ids.shape[1], dtype)
     sizes = torch.tensor([len(other.hidden) for other in rows_by_rank], dtype=torch.int32)
     metadata = DPMetadata.make(
         engine_config(ranks=groups.world_size).parallel,
@@ -105,7 +111,7 @@ def exchange(groups: Groups, name: str, num_experts: int, rows_by_rank: list[Row
     assert ids.shape == weights.shape == (num_received, rows.ids.shape[1])
     assert (ids.dtype, weights.dtype) == (torch.int64, torch.float32)
     assert ((ids >= -1) & (ids < placement.num_local(rank))).all()
-    assert num_received <= fused_moe.max_num_received_rows
+    assert num_received <= groups.world_size * B
     assert combined.dtype == dtype
     backend.close()
     backend.close()
@@ -239,15 +245,7 @@ def exchange_unchanged(groups: Groups, name: str) -> bool:
     """Rows that no expert changes come back as the same bits, each in its place."""
     num_experts = 7
     placement = ExpertPlacement.linear(num_experts, groups.world_size)
-    fused_moe = FusedMoEConfig(
-        num_experts=num_experts,
-        top_k=1,
-        hidden_size=D,
-        intermediate_size=8,
-        expert_parallel_size=groups.world_size,
-        max_num_tokens=B,
-    )
-    backend = create_backend(name, groups, placement, fused_moe, torch.float32, torch.device("cpu"))
+    backend = make_backend(name, groups, placement, 1, torch.float32)
     sizes = torch.tensor([B - rank for rank in range(groups.world_size)], dtype=torch.int32)
     num_rows = int(sizes[groups.rank])
     metadata = DPMetadata(sizes, groups.rank, 0)
@@ -267,3 +265,24 @@ def test_own_rows_come_back_in_own_order(
     workers: Callable[[int], WorkerPool], name: str, world_size: int
 ) -> None:
     assert all(workers(world_size).run(exchange_unchanged, name))
+
+
+def sum_of_three_ranks(groups: Groups, name: str) -> list[list[float]]:
+    """One bfloat16 row on each rank, to three experts that give 256, 1 and 1 on three ranks."""
+    placement = ExpertPlacement.linear(3, 3)
+    backend = make_backend(name, groups, placement, 3, torch.bfloat16)
+    metadata = DPMetadata(torch.ones(3, dtype=torch.int32), groups.rank, 0)
+    hidden = torch.ones(1, D, dtype=torch.bfloat16)
+    weights = torch.tensor([[256.0, 1.0, 1.0]])
+    dispatched = backend.dispatch(hidden, torch.tensor([[0, 1, 2]]), weights, metadata)
+    assert dispatched.expert_ids is not None and dispatched.expert_weights is not None
+    factor = (dispatched.expert_weights * (dispatched.expert_ids >= 0)).sum(dim=1, keepdim=True)
+    combined = backend.combine((dispatched.hidden * factor).to(torch.bfloat16), dispatched)
+    values: list[list[float]] = combined.tolist()
+    return values
+
+
+@pytest.mark.parametrize("name", EXCHANGING)
+def test_partial_sums_are_added_in_float32(workers: Callable[[int], WorkerPool], name: str) -> None:
+    """bfloat16 holds 256 and 258 but not 257: added in bfloat16, 256 + 1 + 1 would stay 256."""
+    assert workers(3).run(sum_of_three_ranks, name) == [[[258.0] * D]] * 3
