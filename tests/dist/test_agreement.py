@@ -19,6 +19,7 @@ from moed.dist.agreement import (
     gather_texts,
 )
 from moed.dist.groups import Groups
+from tests.dist.counting import counted_collectives
 from tests.server.engine.configs import engine_config
 from tests.worker_pool import WorkerPool
 
@@ -307,6 +308,23 @@ def test_all_ranks_get_the_same_sizes_and_decision(
     assert seen == [expected] * world_size
 
 
+def count_collectives(groups: Groups) -> list[int]:
+    agreement = Agreement(groups, engine_config(ranks=groups.world_size).parallel, 1)
+    counts = []
+    for step_id, state in enumerate([IDLE, WORKING, DRAINING, STOPPING]):
+        with counted_collectives() as calls:
+            agreement.agree(step_id, 3 if state is WORKING else 0, state, 0)
+        counts.append(len(calls))
+    return counts
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(1, 0), (2, 1), (3, 1)])
+def test_an_agreement_is_one_collective(
+    workers: Callable[[int], WorkerPool], world_size: int, count: int
+) -> None:
+    assert workers(world_size).run(count_collectives) == [[count] * 4] * world_size
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_differing_digest_is_seen_on_every_rank(
     workers: Callable[[int], WorkerPool], world_size: int
@@ -332,6 +350,20 @@ def test_a_rank_in_another_step_is_seen_on_every_rank(
 ) -> None:
     for message in workers(2).run(announce_other_steps):
         assert "step_id (rank 0: 10, rank 1: 11)" in message
+
+
+def announce_a_failure(groups: Groups) -> str:
+    agreement = Agreement(groups, engine_config(ranks=groups.world_size).parallel, 1)
+    try:
+        agreement.agree(0, 0, FAILED if groups.rank == 1 else WORKING, 0)
+    except PeerLost as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_failed_rank_is_seen_on_every_rank(workers: Callable[[int], WorkerPool]) -> None:
+    for message in workers(3).run(announce_a_failure):
+        assert "rank 1 has failed; its own error says why" in message
 
 
 def compare(groups: Groups, items_by_rank: list[dict[str, str]]) -> str | None:

@@ -1,14 +1,10 @@
 """Dispatch and combine against a dense reference: real ranks, ragged and lopsided loads."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moed.config.engine_config import FusedMoEConfig
 from moed.dist.all2all.base import All2AllBackend, Dispatched
@@ -16,6 +12,7 @@ from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 from moed.dist.placement import ExpertPlacement
 from moed.dist.registry import capabilities, create_backend
+from tests.dist.counting import COLLECTIVES, counted_collectives
 from tests.server.engine.configs import engine_config
 from tests.worker_pool import WorkerPool
 
@@ -42,37 +39,6 @@ class Answer:
     combined: torch.Tensor
     num_received: int
     num_collectives: int
-
-
-# What torch.distributed offers for sending anything anywhere.
-STARTS = ("all_", "gather", "reduce", "scatter", "broadcast", "barrier", "monitored_barrier")
-STARTS_OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend")
-COLLECTIVES = [
-    name
-    for name in dir(dist)
-    # "reduce_op" is no function, and warns when touched.
-    if name.startswith((*STARTS, *STARTS_OF_TWO)) and name != "reduce_op"
-]
-
-
-@contextlib.contextmanager
-def counted_collectives() -> Iterator[list[str]]:
-    """Yields a list that grows by the name of each call."""
-    calls: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        original = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for name in COLLECTIVES:
-            stack.enter_context(mock.patch.object(dist, name, counted(name)))
-        yield calls
 
 
 def expert_weight(expert: int) -> torch.Tensor:
