@@ -166,9 +166,9 @@ class ServerConfig:
     max_logprobs: int
     log_level: str
     access_log: bool
-    strict_params: bool = False
+    strict_params: bool
     """Refuse a request that names an unknown parameter, instead of warning in its answer."""
-    max_request_bytes: int = 32 * 1024 * 1024
+    max_request_bytes: int
     """Largest request body; a larger one is refused with 413."""
 
 

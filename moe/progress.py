@@ -1,10 +1,8 @@
 """Progress of loading: a bar where somebody watches a terminal, plain words anywhere."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 @contextlib.contextmanager
@@ -15,12 +13,21 @@ def layer_progress(
 
     `report` gets a line for each; the bar, on stderr, is rank 0's alone.
     """
-    console = Console(stderr=True)
-    if rank != 0 or not console.is_terminal:
+    if rank != 0 or not sys.stderr.isatty():
         yield lambda layer: report(f"loading layer {layer + 1} of {total}")
         return
+    # Slow to import, and needed by one rank at most.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     columns = (TextColumn("loading layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
 
         def show(layer: int) -> None:

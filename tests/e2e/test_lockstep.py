@@ -5,7 +5,9 @@ import itertools
 import random
 import threading
 import time
+from collections.abc import Sequence
 
+import httpx
 import pytest
 
 from tests.daemon import Daemon, events
@@ -19,7 +21,7 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
     return [generator.randrange(20, 400) for _ in range(num_tokens)]
 
 
-def at_once(daemon: Daemon, work: list[tuple[list[int], int, int | None]]) -> list[list[int]]:
+def at_once(daemon: Daemon, work: Sequence[tuple[list[int], int, int | None]]) -> list[list[int]]:
     """Send (prompt, max_tokens, rank) all at once; the token ids of each, in order."""
     with concurrent.futures.ThreadPoolExecutor(len(work)) as pool:
         return list(pool.map(lambda item: daemon.tokens(*item), work))
@@ -104,11 +106,12 @@ def test_long_prefills_beside_short_decodes_never_stall(daemon: Daemon) -> None:
         for rank in (1, 0, 1, 0):
             stamps = [time.monotonic()]
             body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "stream": True}
-            with daemon.client()._client.stream(
+            with httpx.stream(
                 "POST",
                 f"{daemon.url}/v1/completions",
                 json=body,
                 headers={"X-data-parallel-rank": str(rank)},
+                timeout=60,
             ) as response:
                 for _ in events(response):
                     stamps.append(time.monotonic())

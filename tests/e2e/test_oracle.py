@@ -19,7 +19,9 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def oracle() -> Iterator[Any]:
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(str(bundled_checkpoint()), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(bundled_checkpoint()), dtype=torch.float32
+    )
     yield model.eval()
 
 

@@ -110,6 +110,8 @@ def engine_config(
             max_logprobs=20,
             log_level="info",
             access_log=False,
+            strict_params=False,
+            max_request_bytes=1_000_000,
         ),
         fault_injection=fault_injection,
     )

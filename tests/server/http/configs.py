@@ -32,6 +32,7 @@ SERVER = ServerConfig(
     max_logprobs=20,
     log_level="warning",
     access_log=False,
+    strict_params=False,
     max_request_bytes=1_000_000,
 )
 
