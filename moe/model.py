@@ -50,6 +50,19 @@ def load_model(
         return build(source, on_layer)
 
 
+def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+    """`torch.cat` over the first dim. On the meta device, where a survey runs, `torch.cat` itself
+    would import torch's compiler, which takes seconds.
+    """
+    first = parts[0]
+    joined = first.new_empty((sum(part.shape[0] for part in parts), *first.shape[1:]))
+    start = 0
+    for part in parts:
+        joined[start : start + part.shape[0]] = part
+        start += part.shape[0]
+    return joined
+
+
 class _Builder:
     def __init__(
         self,
@@ -110,18 +123,18 @@ class _Builder:
         parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
         has_bias, has_norm = self._features.attention_bias, self._features.has_qk_norm
         return Attention(
-            qkv=torch.cat(
+            qkv=join_rows(
                 [get(f"{prefix}{name}.weight", (rows, model.hidden_size)) for name, rows in parts]
             ),
             qkv_bias=(
-                torch.cat([get(f"{prefix}{name}.bias", (rows,)) for name, rows in parts])
+                join_rows([get(f"{prefix}{name}.bias", (rows,)) for name, rows in parts])
                 if has_bias
                 else None
             ),
             output=get(f"{prefix}o_proj.weight", (model.hidden_size, query)),
             output_bias=get(f"{prefix}o_proj.bias", (model.hidden_size,)) if has_bias else None,
             query_key_norm=(
-                torch.cat(
+                join_rows(
                     [
                         get(f"{prefix}{name}_norm.weight", (model.head_dim,)).expand(heads, -1)
                         for name, heads in (
@@ -139,7 +152,7 @@ class _Builder:
         size, hidden = self._features.dense_intermediate_size, self._model.hidden_size
         get = self._source.get
         return DenseMLP(
-            gate_up=torch.cat(
+            gate_up=join_rows(
                 [get(f"{prefix}{name}_proj.weight", (size, hidden)) for name in ("gate", "up")]
             ),
             down=get(f"{prefix}down_proj.weight", (hidden, size)),
