@@ -18,6 +18,7 @@ import uvloop
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import MoedError
 from moed.server.api.app import create_app
+from moed.server.api.http_protocol import HttpProtocol
 from moed.server.api.probes import PROBE_PATHS
 from moed.server.api.state import AppState, TextTools
 from moed.server.channel import FrontendChannel
@@ -146,7 +147,7 @@ class Frontend:
     def _uvicorn_config(self) -> uvicorn.Config:
         return uvicorn.Config(
             create_app(self._state),
-            http="httptools",
+            http=HttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

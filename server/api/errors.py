@@ -85,6 +85,16 @@ class BodyTimeout(InvalidRequest):
     code = "request_timeout"
 
 
+class HeadTimeout(InvalidRequest):
+    status = 408
+    code = "request_timeout"
+
+
+class HeadTooLarge(InvalidRequest):
+    status = 431
+    code = "headers_too_large"
+
+
 class BodyTooLarge(InvalidRequest):
     status = 413
     code = "request_too_large"
