@@ -21,7 +21,13 @@ from moed.server.api.generation import (
 )
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import CompletionLogprobs, completion_logprobs
-from moed.server.api.parameters import Defaults, check_token_ids, check_unknown, make_sampling
+from moed.server.api.parameters import (
+    Defaults,
+    check_num_tokens,
+    check_token_ids,
+    check_unknown,
+    make_sampling,
+)
 from moed.server.api.requests import CompletionBody
 from moed.server.api.responses import CompletionChoice
 from moed.server.api.state import AppState
@@ -77,6 +83,7 @@ async def read_prompts(body: CompletionBody, state: AppState) -> list[PromptToke
     else:
         token_ids = given
         for name, ids in zip(names, token_ids, strict=True):
+            check_num_tokens(len(ids), state.context_length, name)
             check_token_ids(ids, state.config.model.vocab_size, name)
     prompts = []
     for name, ids, original in zip(names, token_ids, given, strict=True):

@@ -127,15 +127,20 @@ class Limits:
     param: str = "max_tokens"
 
 
+def check_num_tokens(num_prompt_tokens: int, context_length: int, param: str) -> None:
+    """Raises `ContextLengthExceeded` where no output token would fit."""
+    if num_prompt_tokens >= context_length:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {context_length} tokens, prompt and output "
+            f"together, but the prompt has {num_prompt_tokens} tokens. Please shorten it.",
+            param=param,
+        )
+
+
 def resolve_max_tokens(limits: Limits, num_prompt_tokens: int) -> int:
     """How many tokens may follow the prompt. Raises `ContextLengthExceeded` with the numbers."""
     length = limits.context_length
-    if num_prompt_tokens >= length:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {length} tokens, prompt and output together, "
-            f"but the prompt has {num_prompt_tokens} tokens. Please shorten it.",
-            param=limits.prompt_param,
-        )
+    check_num_tokens(num_prompt_tokens, length, limits.prompt_param)
     rest = length - num_prompt_tokens
     if limits.max_tokens is None:
         return rest if limits.default_max_tokens is None else min(rest, limits.default_max_tokens)

@@ -6,10 +6,21 @@ kept aside, and told to the client as ignored.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
+MAX_MESSAGES = 20_000
+MAX_TOOLS = 1000
+MAX_ID_CHARACTERS = 200
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 1000
 MAX_STOP_TOKEN_IDS = 128
@@ -24,8 +35,9 @@ def _wrong(message: str) -> PydanticCustomError:
     return PydanticCustomError("invalid_value", "{text}", {"text": message})
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _are_all(values: list[Any], kind: type) -> bool:
+    """Exactly of `kind`: `true` is no integer. Fast, as prompts may have a million tokens."""
+    return set(map(type, values)) <= {kind}
 
 
 def _check_prompt(value: Any) -> Prompt:
@@ -36,10 +48,10 @@ def _check_prompt(value: Any) -> Prompt:
         raise _wrong(allowed)
     if not value:
         raise _wrong("must not be empty")
-    if all(isinstance(entry, str) for entry in value) or all(map(_is_id, value)):
+    if _are_all(value, str) or _are_all(value, int):
         return value
     for entry in value:
-        if not isinstance(entry, list) or not all(map(_is_id, entry)):
+        if not isinstance(entry, list) or not _are_all(entry, int):
             raise _wrong(allowed)
     return value
 
@@ -59,9 +71,18 @@ def _check_stop(value: Any) -> list[str]:
     return strings
 
 
+def _check_client_id(value: str) -> str:
+    """It becomes a header."""
+    if len(value) > MAX_ID_CHARACTERS:
+        raise _wrong(f"may have at most {MAX_ID_CHARACTERS} characters")
+    if not value or not all("!" <= character <= "~" for character in value):
+        raise _wrong("must be printable ASCII without spaces")
+    return value
+
+
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT64_MAX)]
-ClientId = Annotated[str, Field(max_length=200, pattern=r"^[\x21-\x7e]+$")]
+ClientId = Annotated[str, AfterValidator(_check_client_id)]
 
 
 class Body(BaseModel):
@@ -89,7 +110,8 @@ class SamplingBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)] | None = None
+    # The smallest are no use, and a logit divided by one is no finite number.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = (
         None
     )
@@ -193,11 +215,16 @@ class Tool(Body):
     function: FunctionDefinition
 
 
+# `fail_fast`: one error is told, so none is looked for behind it.
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class Conversation(Body):
     """What the chat template is given."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Messages
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -222,8 +249,8 @@ class TokenizeBody(Body):
     """`POST /tokenize`: `prompt`, or `messages` as a chat request has them."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -234,4 +261,4 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]

@@ -70,20 +70,24 @@ def _complaint(kind: str, context: Mapping[str, Any], error: Mapping[str, Any]) 
         return f"must be {EXPECTED[kind]}, not {given}"
     if kind in COMPARISONS:
         key, words = COMPARISONS[kind]
-        return f"must be {words} {context[key]:g}, not {given}"
+        return f"must be {words} {context[key]}, not {given}"
     if kind == "finite_number":
         return "must be a finite number"
     if kind == "literal_error":
         return f"must be {context['expected']}, not {given}"
     if kind == "too_long":
-        return f"may have at most {context['max_length']} entries, not {context['actual_length']}"
+        return f"may have at most {_entries(context['max_length'])}"
     if kind == "too_short":
-        return f"needs at least {context['min_length']} entries"
+        return f"needs at least {_entries(context['min_length'])}"
     if kind == "string_too_long":
         return f"may have at most {context['max_length']} characters"
     if kind == "string_too_short":
         return f"needs at least {context['min_length']} characters"
     return str(error["msg"])
+
+
+def _entries(number: int) -> str:
+    return "one entry" if number == 1 else f"{number} entries"
 
 
 def _quote(value: Any) -> str:

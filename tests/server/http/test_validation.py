@@ -1,12 +1,14 @@
 """Odd and hostile requests: 400 with the parameter's name, never 500, and the server lives on."""
 
 import json
+import pathlib
 import socket
 import time
 from typing import Any
 
 import pytest
 
+from tests.server.http.configs import frontend_config
 from tests.server.http.served import Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -54,6 +56,7 @@ BAD = [
     ("min_p", 1.1),
     ("repetition_penalty", 0),
     ("repetition_penalty", -1),
+    ("repetition_penalty", 1e-300),
     ("repetition_penalty", 2.5),
     ("presence_penalty", -2.1),
     ("frequency_penalty", 2.1),
@@ -483,3 +486,56 @@ def test_unforeseen_fault_is_one_sentence_and_logged(
     error = check(response, 500, None, "internal_error")
     assert "secret" not in json.dumps(error) and "abc" in error["message"]
     assert "secret detail" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": [' + b"1," * 1_100_000 + b"1]}",
+        b'{"prompt": [' + b'"a",' * 1_100_000 + b'"a"]}',
+        b'{"prompt": "a"' + b"".join(b',"%d":1' % i for i in range(1_100_000)) + b"}",
+    ],
+    ids=["tokens", "strings", "names"],
+)
+def test_millions_of_small_values_are_refused_before_they_are_read(
+    checkpoint: pathlib.Path, body: bytes
+) -> None:
+    with Served(frontend_config(checkpoint, max_request_bytes=2**25)) as served:
+        error = check(raw(served, COMPLETIONS, body), 413, None)
+        assert "1000000 values" in error["message"]
+
+
+def test_long_text_is_one_value_whatever_is_in_it(checkpoint: pathlib.Path) -> None:
+    body = json.dumps({"prompt": 'a, \\",' * 500_000}).encode()
+    with Served(frontend_config(checkpoint, max_request_bytes=2**25)) as served:
+        error = check(raw(served, COMPLETIONS, body), 400, "prompt")
+        assert "maximum context length" in error["message"]
+
+
+def test_first_bad_entry_of_many_is_told_without_a_look_at_the_others(served: Served) -> None:
+    body = {"messages": [{"role": "nobody"}] * 19_999}
+    began_at = time.monotonic()
+    check(served.post(CHAT, body), 400, "messages[0].role")
+    assert time.monotonic() - began_at < 1
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"top_k": 2**31}, "at most 2147483647"),
+        ({"seed": 2**63}, "at most 9223372036854775807"),
+        ({"request_id": "a b"}, "printable ASCII"),
+        ({"request_id": ""}, "printable ASCII"),
+        ({"request_id": "x" * 201}, "200 characters"),
+    ],
+)
+def test_bounds_are_told_in_full_and_in_words(
+    served: Served, body: dict[str, Any], words: str
+) -> None:
+    error = check(served.post(COMPLETIONS, {"prompt": "a", **body}), 400, next(iter(body)))
+    assert words in error["message"]
+
+
+def test_list_with_a_prompt_that_is_too_long_names_it(served: Served) -> None:
+    most = served.state.context_length
+    check(served.post(COMPLETIONS, {"prompt": [[1], [1] * most]}), 400, "prompt[1]")
