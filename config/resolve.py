@@ -119,9 +119,14 @@ def _parallel(
 
 
 def _device(settings: ServeSettings, decided: Decided) -> str:
+    found = machine.nvidia_device()
+    if settings.device == "cuda" and not found:
+        raise ConfigError(
+            "device is 'cuda', and no NVIDIA device is found on this machine (or "
+            "CUDA_VISIBLE_DEVICES hides all); take --device cpu, or auto"
+        )
     if settings.device != "auto":
         return settings.device
-    found = machine.nvidia_device()
     device = "cuda" if found else "cpu"
     decided["device"] = (device, f"found {found}" if found else "no NVIDIA device found")
     return device

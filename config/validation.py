@@ -87,6 +87,8 @@ def _prepare(setting: Setting, value: Any) -> Any:
     if isinstance(value, bool) and not setting.is_switch:
         # bool is an int to Python, but `port: true` is a slip.
         raise ValueError("must not be true or false")
+    if setting.is_list and "" in (value if isinstance(value, list | tuple) else [value]):
+        raise ValueError("must not be empty")
     if setting.name == "num_threads" and value in (0, "0"):
         return None
     if isinstance(value, str):

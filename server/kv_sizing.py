@@ -22,14 +22,30 @@ CGROUP_FILES = ("memory.max", "memory.current")
 
 def own_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
     """Blocks that this rank alone would have: as set, or from memory; call it with the model
-    loaded. May be 0.
+    loaded. May be 0. Raises `ConfigError` when more are set than there is memory for.
     """
     cache = config.cache
     if cache.num_kv_blocks is not None:
+        num_bytes = cache.num_kv_blocks * block_bytes
+        _check_fits(f"num_kv_blocks is {cache.num_kv_blocks}", num_bytes, config, device)
         return cache.num_kv_blocks
     if cache.kv_cache_memory_bytes is not None:
+        _check_fits("kv_cache_memory is set", cache.kv_cache_memory_bytes, config, device)
         return cache.kv_cache_memory_bytes // block_bytes
     return min(_free_bytes(config, device) // block_bytes, num_useful_blocks(config))
+
+
+def _check_fits(setting: str, num_bytes: int, config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cuda":
+        num_sharing, free = 1, float(torch.cuda.mem_get_info(device)[0])
+    else:
+        num_sharing, free = config.parallel.num_local_ranks, _free_cpu_bytes()
+    if num_bytes * num_sharing > free:
+        ranks = f" on each of {num_sharing} ranks" if num_sharing > 1 else ""
+        raise ConfigError(
+            f"{setting}: that is {num_bytes / MIB:.1f} MiB{ranks}, and {free / MIB:.1f} MiB are "
+            "free; lower --num-kv-blocks or --kv-cache-memory"
+        )
 
 
 def num_useful_blocks(config: EngineConfig) -> int:
@@ -48,8 +64,11 @@ def _free_bytes(config: EngineConfig, device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         used = total - free
         return max(0, int(total * config.cache.gpu_memory_utilization) - used)
-    share = min(psutil.virtual_memory().available, _container_bytes())
-    return min(int(share / config.parallel.num_local_ranks * CPU_SHARE), CPU_MAX_BYTES)
+    return min(int(_free_cpu_bytes() / config.parallel.num_local_ranks * CPU_SHARE), CPU_MAX_BYTES)
+
+
+def _free_cpu_bytes() -> float:
+    return min(psutil.virtual_memory().available, _container_bytes())
 
 
 def _container_bytes() -> float:

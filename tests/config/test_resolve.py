@@ -102,6 +102,12 @@ def test_a_given_device_is_taken(make: Make, monkeypatch: pytest.MonkeyPatch) ->
     assert make(device="cpu").parallel.device == "cpu"
 
 
+def test_a_gpu_that_is_not_there_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "nvidia_device", lambda: None)
+    with pytest.raises(ConfigError, match="no NVIDIA device.*--device cpu"):
+        make(device="cuda")
+
+
 def test_served_names(make: Make, write_checkpoint: Any) -> None:
     path = str(write_checkpoint())
     assert make().model.served_model_names == (path,)

@@ -1,6 +1,7 @@
 """How many KV blocks, and how long a request may be."""
 
 import pathlib
+from typing import Any
 
 import psutil
 import pytest
@@ -64,3 +65,25 @@ def test_explicit_length_fits_or_is_refused_with_the_arithmetic() -> None:
 def test_no_blocks_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="no request fits"):
         decide_max_model_len(engine_config(), 0, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("asked", "setting"),
+    [
+        ({"num_kv_blocks": 60}, "num_kv_blocks is 60"),
+        ({"num_kv_blocks": None, "kv_cache_memory_bytes": 60 * 2**20}, "kv_cache_memory"),
+    ],
+)
+def test_more_than_there_is_memory_for_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], setting: str
+) -> None:
+    class Memory:
+        available = 100 * 2**20
+
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    assert own_num_blocks(engine_config(**asked), 2**20, CPU) == 60
+    # Both ranks are on this machine.
+    with pytest.raises(ConfigError) as refused:
+        own_num_blocks(engine_config(**asked, ranks=2), 2**20, CPU)
+    for words in (setting, "60.0 MiB on each of 2 ranks", "100.0 MiB are free"):
+        assert words in str(refused.value)
