@@ -99,7 +99,7 @@ def test_unreadable_command_lines_exit_with_64(words: list[str], parts: list[str
         (["--kv-cache-memory", "4 GiBs"], ["4GiB"]),
         (["--dtype", "int8"], ["'int8'", "auto, float32, bfloat16, float16"]),
         (["--device", "tpu"], ["auto, cpu, cuda"]),
-        (["--served-model-name", "a", ""], ["flag --served-model-name", "must not be empty"]),
+        (["--served-model-name", ""], ["flag --served-model-name", "must not be empty"]),
         (["--log-level", "loud"], ["debug, info, warning, error"]),
         (["--gpu-memory-utilization", "1.5"], ["0.01 to 1"]),
         (["--shutdown-timeout", "nan"], ["a number of at least 0"]),
