@@ -4,6 +4,7 @@ import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moed.config.engine_config import ModelConfig
@@ -15,6 +16,16 @@ DTYPES = ("float32", "bfloat16", "float16")
 BUNDLED_NAME = "moed-demo"
 BUNDLED_PACKAGE = "moed.moe.demo"
 BUNDLED_FOLDER = "checkpoint"
+# What a checkpoint may say of the sampling of requests that say nothing, and its bounds.
+SAMPLING_DEFAULTS = MappingProxyType(
+    {
+        "temperature": (0, 100),
+        "top_p": (0.0001, 1),
+        "top_k": (-1, 2**31 - 1),
+        "min_p": (0, 1),
+        "repetition_penalty": (0.01, 100),
+    }
+)
 
 
 def bundled_checkpoint() -> Path:
@@ -54,6 +65,7 @@ def load_model_config(
             "writes it, or org/name on the Hugging Face Hub"
         )
     generation = _read_json(path / "generation_config.json") or {}
+    _check_sampling_defaults(generation, path / "generation_config.json")
     _check_family(raw, source)
     fields = Fields(raw, source)
     hidden_size = fields.count("hidden_size")
@@ -153,6 +165,18 @@ def _check_family(raw: Mapping[str, Any], source: Path) -> None:
         raise ModelError(
             f"{source}: the weights are quantised ({method or 'unknown method'}), which is not "
             "served yet; take a checkpoint in " + ", ".join(DTYPES)
+        )
+
+
+def _check_sampling_defaults(generation: Mapping[str, Any], source: Path) -> None:
+    for name, (minimum, maximum) in SAMPLING_DEFAULTS.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        _check(
+            is_number and minimum <= value <= maximum,
+            f"{source}: {name} is {value!r}; it must be a number from {minimum} to {maximum}",
         )
 
 

@@ -169,3 +169,12 @@ def test_the_bundled_model_is_found_and_served() -> None:
     model = load(bundled_checkpoint())
     assert model.model_type in SERVED_MODEL_TYPES
     assert (model.num_experts, model.top_k) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", "hot"), ("temperature", float("nan")), ("top_p", 2), ("top_k", True)],
+)
+def test_wrong_sampling_defaults_are_named(write_checkpoint: Any, name: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=rf"generation_config.json: {name} is .*must be a number"):
+        load(write_checkpoint({name: value}))
