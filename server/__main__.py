@@ -1,5 +1,6 @@
 """The `moed` command. Each command imports only what it needs, so that help comes at once."""
 
+import os
 import sys
 from dataclasses import replace
 from importlib.metadata import version
@@ -12,6 +13,7 @@ EXIT_INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line and leave with its exit code; a user's fault is one sentence."""
+    open_standard_streams()
     try:
         sys.exit(run(parse(sys.argv[1:])))
     except MoedError as error:
@@ -19,6 +21,18 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def open_standard_streams() -> None:
+    """Some supervisors start a process with its standard streams closed; the next files that it
+    opened would take their numbers, and be closed or written to as if they were these.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
 
 
 def run(command: Command) -> int:

@@ -1,8 +1,10 @@
 """How the processes start, fail and stop, seen from outside."""
 
+import contextlib
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -236,9 +238,27 @@ def test_idle_daemon_uses_no_cpu(served: Daemon) -> None:
 
 
 def test_python_dash_m_and_version() -> None:
-    import subprocess
-
     shown = subprocess.run(
         [sys.executable, "-m", "moed.server", "version"], capture_output=True, text=True, timeout=30
     )
     assert shown.returncode == 0 and shown.stdout.startswith("moed ")
+
+
+def test_closed_standard_streams() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    command = f"exec {sys.executable} -m moed.server serve --port {port} 0<&- 1>&- 2>&-"
+    process = subprocess.Popen(["sh", "-c", command])
+    try:
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).status_code == 200:
+                    break
+            time.sleep(0.2)
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait(10)
