@@ -48,6 +48,7 @@ FLUSH_S = 1.0
 # Connections that are still open when the server leaves.
 CLOSE_S = 1
 KEEP_CONNECTION_S = 75
+DATE_RENEWAL_S = 1.0
 
 _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 
@@ -91,9 +92,26 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
 class HttpServer(uvicorn.Server):
     """uvicorn, without its own idea of signals, and with a call when it listens."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopped = asyncio.Event()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def main_loop(self) -> None:
+        """Renew the Date header once a second; uvicorn's own loop looks for the end ten times."""
+        while not self.should_exit:
+            # Every call with a multiple of ten renews it.
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), DATE_RENEWAL_S)
+
+    def stop(self) -> None:
+        """Leave, with what connections are still open after `CLOSE_S` cut off."""
+        self.should_exit = True
+        self._stopped.set()
 
     async def wait_started(self) -> None:
         while not self.started:
@@ -135,7 +153,7 @@ class Frontend:
                 ]
                 http = tasks.create_task(self._server.serve(sockets=[self._http_socket]))
                 await self._obey()
-                self._server.should_exit = True
+                self._server.stop()
                 await http
                 for task in background:
                     task.cancel()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -224,17 +225,31 @@ def test_stop_while_starting() -> None:
         wait_gone(pids, 5)
 
 
-def test_idle_daemon_uses_no_cpu(served: Daemon) -> None:
+def test_idle_daemon_sleeps(served: Daemon) -> None:
+    """Ranks wait without waking; what is left is the front end's clock and gloo's own thread,
+    which looks at its sockets every 10 ms.
+    """
     served.assert_at_rest()
     time.sleep(0.5)
     processes = [psutil.Process(pid) for pid in all_pids(served)]
 
+    def wakes_of_main_threads() -> list[int]:
+        status = [Path(f"/proc/{p.pid}/task/{p.pid}/status").read_text() for p in processes]
+        return [int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", s, re.M)[0]) for s in status]
+
     def used_s() -> float:
         return sum(p.cpu_times().user + p.cpu_times().system for p in processes)
 
-    before = used_s()
+    wakes, used = wakes_of_main_threads(), used_s()
     time.sleep(5)
-    assert used_s() - before < 0.05, "an idle daemon used more than 1 % of a core"
+    launcher, http, *ranks = (
+        after - before for before, after in zip(wakes, wakes_of_main_threads(), strict=True)
+    )
+    assert launcher == 0 and max(ranks) == 0
+    # Once a second, for the Date header of answers.
+    assert http <= 15
+    # A loaded machine makes each of gloo's looks dearer; polling would cost seconds.
+    assert used_s() - used < 0.15
 
 
 def test_python_dash_m_and_version() -> None:
