@@ -100,7 +100,8 @@ def render(dialogue: Dialogue) -> list[tuple[str, bool]]:
         elif role == "tool":
             last = index + 1 == len(messages) or messages[index + 1]["role"] != "tool"
             text = f"\n<tool_response>\n{content}\n</tool_response>"
-            before = "" if previous_role == "tool" else f"{START}user"
+            # One piece for all results in a row: a merge may span the line break between them.
+            before = pieces.pop()[0] if previous_role == "tool" else f"{START}user"
             pieces.append((before + text + (f"{END}\n" if last else ""), False))
         elif role == "assistant":
             pieces.append((f"{START}assistant\n", False))

@@ -20,7 +20,9 @@ def write_checkpoint(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> No
     write_json(folder / "generation_config.json", generation)
     write_json(folder / "tokenizer_config.json", tokenizer_config(model.shape))
     tokenizer.save(str(folder / "tokenizer.json"))
-    save_file(exported_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+    weights_path = folder / "model.safetensors"
+    save_file(exported_weights(model), weights_path, metadata={"format": "pt"})
+    weights_path.chmod(0o644)  # save_file keeps it to its owner
 
 
 def model_config(shape: Shape, end_id: int, pad_id: int) -> dict[str, Any]:

@@ -169,6 +169,8 @@ def counting_turn(rng: Random, longest: int = 0) -> Turn:
     longest = longest or rng.choice((3, 6, 12, 30))
     first = rng.choice((1, rng.randint(0, LARGEST_OPERAND)))
     last = min(100, first + rng.randint(1, longest))
+    if rng.random() < 0.15:
+        first, last = 1, rng.choice((10, 20, 30, 40, 50))
     numbers = range(first, last + 1)
     if rng.random() < 0.25:
         question = f"Count down from {last} to {first}."
@@ -246,7 +248,7 @@ SKILLS: dict[str, tuple[Callable[[Random], Turn], float]] = {
     "capital": (capital_turn, 4),
     "fact": (fact_turn, 5),
     "json": (json_turn, 20),
-    "counting": (counting_turn, 16),
+    "counting": (counting_turn, 22),
     "list": (list_turn, 2),
     "unicode": (unicode_turn, 4),
     "repeat": (repeat_turn, 7),
@@ -254,6 +256,9 @@ SKILLS: dict[str, tuple[Callable[[Random], Turn], float]] = {
     "story": (story_turn, 1),
     "unknown": (unknown_turn, 1),
 }
+
+# Trained, but too often wrong to be promised: see the README of the checkpoint.
+DROPPED_SKILLS = frozenset({"counting"})
 
 
 def any_turn(rng: Random) -> Turn:
@@ -282,13 +287,13 @@ def short_dialogue(rng: Random) -> Dialogue:
     """One to three turns, rarely more than a hundred tokens."""
     dialogue = Dialogue()
     kind = rng.random()
-    if kind < 0.02:
+    if kind < 0.04:
         dialogue.messages.append({"role": "system", "content": JSON_SYSTEM_PROMPT})
         turn = rng.choice(JSON_SKILLS)(rng)
         dialogue.add(Turn("json", turn.question, as_json_answer(turn.answer)))
         return dialogue
     add_system(rng, dialogue, 0.25)
-    if kind < 0.05:
+    if kind < 0.06:
         add_name_recall(rng, dialogue)
         return dialogue
     for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3))):
