@@ -14,12 +14,13 @@ from starlette.responses import Response
 from moed.server.api.choice_text import Token
 from moed.server.api.completions import check_length, check_num_choices
 from moed.server.api.errors import InvalidRequest
-from moed.server.api.event_stream import DONE, KEEP_ALIVE_S, EventStream, event, until_disconnect
+from moed.server.api.event_stream import DONE, event
 from moed.server.api.generation import Generation, PromptTokens, encode_all, served_model
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import ChatLogprobs, chat_logprobs
 from moed.server.api.parameters import Defaults, check_unknown, make_sampling
 from moed.server.api.requests import ChatBody, Message, Tool
+from moed.server.api.respond import respond
 from moed.server.api.responses import ChatChoice, ChatMessage, ChunkChoice, Delta
 from moed.server.api.state import AppState
 from moed.server.chat_template import TemplateFailed
@@ -55,21 +56,8 @@ def chat_router(state: AppState) -> APIRouter:
             prompt = await tokenize_conversation(text, bool(body.add_special_tokens), state)
             return Generation(state, request, body, [prompt], sampling, ignored, "chatcmpl")
 
-        if body.stream:
-            generation = await until_disconnect(request.receive, start())
-            return EventStream(
-                stream_chat(generation),
-                generation.ignored.headers,
-                keep_alive_s=KEEP_ALIVE_S,
-                on_close=generation.close,
-            )
-
-        async def answer() -> Response:
-            generation = await start()
-            await generation.collect()
-            return whole_chat(generation)
-
-        return await until_disconnect(request.receive, answer())
+        events = stream_chat if body.stream else None
+        return await respond(request, start(), events, whole_chat)
 
     return router
 

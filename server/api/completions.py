@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from moed.server.api.choice_text import Piece, Token
 from moed.server.api.errors import ContextLengthExceeded, InvalidRequest
-from moed.server.api.event_stream import DONE, KEEP_ALIVE_S, EventStream, event, until_disconnect
+from moed.server.api.event_stream import DONE, event
 from moed.server.api.generation import (
     ChoiceResult,
     Generation,
@@ -29,6 +29,7 @@ from moed.server.api.parameters import (
     make_sampling,
 )
 from moed.server.api.requests import CompletionBody
+from moed.server.api.respond import respond
 from moed.server.api.responses import CompletionChoice
 from moed.server.api.state import AppState
 
@@ -50,21 +51,8 @@ def completions_router(state: AppState) -> APIRouter:
             prompts = await read_prompts(body, state)
             return Generation(state, request, body, prompts, sampling, ignored, "cmpl")
 
-        if body.stream:
-            generation = await until_disconnect(request.receive, start())
-            return EventStream(
-                stream_completion(generation),
-                generation.ignored.headers,
-                keep_alive_s=KEEP_ALIVE_S,
-                on_close=generation.close,
-            )
-
-        async def answer() -> Response:
-            generation = await start()
-            await generation.collect()
-            return whole_completion(generation)
-
-        return await until_disconnect(request.receive, answer())
+        events = stream_completion if body.stream else None
+        return await respond(request, start(), events, whole_completion)
 
     return router
 

@@ -1,0 +1,38 @@
+"""From a started generation to its HTTP answer: a stream of events, or one whole body."""
+
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moed.server.api.event_stream import KEEP_ALIVE_S, EventStream, until_disconnect
+from moed.server.api.generation import Generation
+
+
+async def respond(
+    request: Request,
+    start: Coroutine[Any, Any, Generation],
+    events: Callable[[Generation], AsyncGenerator[bytes, None]] | None,
+    whole: Callable[[Generation], Response],
+) -> Response:
+    """Answer with `events` as they come, or, where it is None, with `whole` at the end.
+
+    Raises `ClientLeft` when the client goes away before the answer begins; what was started is
+    freed then.
+    """
+    if events is not None:
+        generation = await until_disconnect(request.receive, start)
+        return EventStream(
+            events(generation),
+            generation.ignored.headers,
+            keep_alive_s=KEEP_ALIVE_S,
+            on_close=generation.close,
+        )
+
+    async def answer() -> Response:
+        generation = await start
+        await generation.collect()
+        return whole(generation)
+
+    return await until_disconnect(request.receive, answer())
