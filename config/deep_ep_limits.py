@@ -148,20 +148,30 @@ def most_low_latency_tokens(hidden_size: int, num_experts: int, num_ranks: int =
 
 def high_throughput_nvl_bytes(num_ranks: int, hidden_size: int, itemsize: int = 2) -> int:
     """The NVLink buffer of one rank; R is one of `HIGH_THROUGHPUT_RANKS`. N plays no part."""
-    channels, nodes = HIGH_THROUGHPUT_NUM_SMS // 2, _nodes(num_ranks)
-    row = hidden_size * max(itemsize, 2) + _HIGH_THROUGHPUT_ROW_OVERHEAD
-    queue = 4 * (2 * nodes + 3) + _QUEUES[num_ranks].nvl_tokens * row
-    return round_up(channels * min(num_ranks, GPUS_PER_NODE) * queue, BYTES_MULTIPLE)
+    row = hidden_size * max(itemsize, 2)
+    return nvl_queue_bytes(num_ranks, row, HIGH_THROUGHPUT_NUM_SMS, _QUEUES[num_ranks].nvl_tokens)
 
 
 def high_throughput_rdma_bytes(num_ranks: int, hidden_size: int, itemsize: int = 2) -> int:
     """The RDMA buffer of one rank: 0 on one node, else as `high_throughput_nvl_bytes`."""
+    row = hidden_size * max(itemsize, 2)
+    return rdma_queue_bytes(num_ranks, row, HIGH_THROUGHPUT_NUM_SMS, _QUEUES[num_ranks].rdma_tokens)
+
+
+def nvl_queue_bytes(num_ranks: int, row_bytes: int, num_sms: int, num_tokens: int) -> int:
+    """The NVLink buffer for receive queues of `num_tokens` rows, on `num_sms` multiprocessors."""
+    channels, nodes = num_sms // 2, _nodes(num_ranks)
+    queue = 4 * (2 * nodes + 3) + num_tokens * (row_bytes + _HIGH_THROUGHPUT_ROW_OVERHEAD)
+    return round_up(channels * min(num_ranks, GPUS_PER_NODE) * queue, BYTES_MULTIPLE)
+
+
+def rdma_queue_bytes(num_ranks: int, row_bytes: int, num_sms: int, num_tokens: int) -> int:
+    """The RDMA buffer for the same; 0 on one node."""
     if num_ranks <= GPUS_PER_NODE:
         return 0
-    channels, nodes = HIGH_THROUGHPUT_NUM_SMS // 2, _nodes(num_ranks)
-    row = hidden_size * max(itemsize, 2) + _HIGH_THROUGHPUT_ROW_OVERHEAD + _RDMA_METADATA_BYTES
-    queue = 18 * 2 * 4 + 2 * _QUEUES[num_ranks].rdma_tokens * row
-    return round_up(channels * nodes * queue, BYTES_MULTIPLE)
+    row = row_bytes + _HIGH_THROUGHPUT_ROW_OVERHEAD + _RDMA_METADATA_BYTES
+    queue = 18 * 2 * 4 + 2 * num_tokens * row
+    return round_up(num_sms // 2 * _nodes(num_ranks) * queue, BYTES_MULTIPLE)
 
 
 def _nodes(num_ranks: int) -> int:

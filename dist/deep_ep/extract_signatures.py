@@ -154,11 +154,9 @@ def _returns(nodes: list[ast.stmt]) -> Iterator[ast.Return]:
     for node in nodes:
         if isinstance(node, ast.Return):
             yield node
-        elif not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            children = [
-                child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
-            ]
-            yield from _returns(children)
+        elif not isinstance(node, ast.FunctionDef):
+            inner = ast.iter_child_nodes(node)
+            yield from _returns([child for child in inner if isinstance(child, ast.stmt)])
 
 
 def _version(tree: ast.Module) -> str:
