@@ -17,6 +17,16 @@ class ActivationFormat(StrEnum):
     """`[local_experts, capacity, hidden]` and a count for each expert."""
 
 
+class DeepEPMode(StrEnum):
+    """Which of DeepEP's interfaces a backend calls; each has limits and buffers of its own, in
+    `deep_ep_limits`.
+    """
+
+    LOW_LATENCY = "low_latency"
+    HIGH_THROUGHPUT = "high_throughput"
+    ELASTIC = "elastic"
+
+
 @dataclass(frozen=True)
 class BackendCapabilities:
     """One backend's declaration, read by `resolve()`, the launch checks and `FusedMoE`."""
@@ -42,3 +52,10 @@ class BackendCapabilities:
     max_tokens_per_rank: int | None = None
     """Largest capacity (tokens per rank and step); None means bounded by memory alone."""
     description: str = ""
+    deep_ep_mode: DeepEPMode | None = None
+    """None: needs no library but torch."""
+
+    @property
+    def library(self) -> str | None:
+        """The package it calls, beyond torch."""
+        return None if self.deep_ep_mode is None else "deep_ep"
