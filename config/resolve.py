@@ -3,12 +3,12 @@
 Every default that depends on something else is decided here, and every cross-check made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moed.config import budget, environ, machine
+from moed.config import budget, environ, machine, refusals
 from moed.config.capabilities import BackendCapabilities
 from moed.config.engine_config import (
     CacheConfig,
@@ -20,6 +20,7 @@ from moed.config.engine_config import (
 )
 from moed.config.errors import ConfigError
 from moed.config.hub import fetch
+from moed.config.machine import Machine
 from moed.config.model import BUNDLED_NAME, bundled_checkpoint, load_model_config
 from moed.config.settings import ServeSettings
 
@@ -51,13 +52,31 @@ def resolve_and_explain(
     settings: ServeSettings, capabilities: Mapping[str, BackendCapabilities], weights: bool
 ) -> Resolution:
     """As `resolve`, with the reasons; `weights` False does not download them."""
+    here = machine.this_machine(settings.device)
+    resolution = assemble(
+        settings, capabilities, here, lambda decided: _model(settings, decided, weights)
+    )
+    refusals.check(resolution.config, here)
+    return resolution
+
+
+def assemble(
+    settings: ServeSettings,
+    capabilities: Mapping[str, BackendCapabilities],
+    here: Machine,
+    load_model: Callable[[Decided], ModelConfig],
+) -> Resolution:
+    """The configuration for `here`, before it is held against the limits of backend and machine.
+
+    Raises `ConfigError` for settings that contradict each other.
+    """
     decided: Decided = {}
     # What needs no model first, so that a slip is told before a long download.
-    parallel = _parallel(settings, capabilities, decided)
+    parallel = _parallel(settings, capabilities, here, decided)
     cache = _cache(settings)
     budget_tokens, num_seqs = budget.decide(settings, parallel, decided)
     server = _server(settings)
-    model = _model(settings, decided, weights)
+    model = load_model(decided)
     scheduler = SchedulerConfig(
         max_num_batched_tokens=budget_tokens,
         max_num_seqs=num_seqs,
@@ -74,7 +93,6 @@ def resolve_and_explain(
         fault_injection=settings.fault_injection,
     )
     _check_lengths(settings, model)
-    budget.check(config, available_bytes=machine.available_memory_bytes())
     if settings.max_model_len is None:
         longest = model.max_position_embeddings
         if not settings.enable_chunked_prefill:
@@ -85,7 +103,10 @@ def resolve_and_explain(
 
 
 def _parallel(
-    settings: ServeSettings, capabilities: Mapping[str, BackendCapabilities], decided: Decided
+    settings: ServeSettings,
+    capabilities: Mapping[str, BackendCapabilities],
+    here: Machine,
+    decided: Decided,
 ) -> ParallelConfig:
     if settings.tensor_parallel_size != 1:
         raise ConfigError(
@@ -99,7 +120,7 @@ def _parallel(
             f"enable_expert_parallel is off and data_parallel_size is {size}: with more than one "
             "rank experts are always spread over all of them. Remove --no-enable-expert-parallel"
         )
-    device = _device(settings, decided)
+    device = _device(settings, here, decided)
     num_threads = settings.num_threads
     if num_threads is None:
         cores = environ.available_cores()
@@ -118,8 +139,8 @@ def _parallel(
     )
 
 
-def _device(settings: ServeSettings, decided: Decided) -> str:
-    found = machine.nvidia_device()
+def _device(settings: ServeSettings, here: Machine, decided: Decided) -> str:
+    found = here.gpu
     if settings.device == "cuda" and not found:
         raise ConfigError(
             "device is 'cuda', and no NVIDIA device is found on this machine (or "

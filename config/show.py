@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moed.config.budget import PLAIN_DEFAULT, moe_bytes_per_rank
+from moed.config.budget import PLAIN_DEFAULT
 from moed.config.engine_config import EngineConfig
+from moed.config.memory import moe_bytes_per_rank
 from moed.config.names import settings
 from moed.config.options import Setting
 from moed.config.resolve import Resolution

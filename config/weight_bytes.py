@@ -1,0 +1,142 @@
+"""Weights of one rank by part, from config.json alone, in the dtype that is computed with.
+
+Experts are spread over all ranks; attention heads over the ranks of a tensor-parallel group; all
+else is held by each rank. Sizes are those of a decoder with SwiGLU; a family that is not served
+yet is reckoned by the same fields, under whichever of their names config.json has.
+
+Legend: D hidden size, I intermediate size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moed.config.engine_config import EngineConfig, ModelConfig
+
+BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
+PARTS = ("embedding", "attention", "router", "experts", "shared experts", "dense MLP", "head")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention that caches one compressed row a token (MLA) instead of K and V of each head."""
+
+    query_rank: int
+    """0: queries are not compressed."""
+    kv_rank: int
+    rotary_dim: int
+    plain_dim: int
+    value_dim: int
+
+
+def latent_attention(model: ModelConfig) -> Latent | None:
+    """None for the common kind, with K and V heads."""
+    config = model.hf_config
+    if not config.get("kv_lora_rank"):
+        return None
+    return Latent(
+        query_rank=_count(config, "q_lora_rank"),
+        kv_rank=_count(config, "kv_lora_rank"),
+        rotary_dim=_count(config, "qk_rope_head_dim"),
+        plain_dim=_count(config, "qk_nope_head_dim"),
+        value_dim=_count(config, "v_head_dim"),
+    )
+
+
+def weight_bytes(config: EngineConfig) -> dict[str, int]:
+    """Bytes of each of `PARTS` on one rank, the fullest where experts do not divide evenly."""
+    itemsize = BYTES_PER_NUMBER[config.model.dtype]
+    return {part: count * itemsize for part, count in _num_weights(config).items()}
+
+
+def _num_weights(config: EngineConfig) -> dict[str, int]:
+    model, moe = config.model, config.fused_moe
+    hidden, table = model.hidden_size, model.vocab_size * model.hidden_size
+    num_moe = sum(moe_layers(model))
+    num_dense = model.num_layers - num_moe
+    num_local = -(-moe.num_experts // moe.expert_parallel_size)
+    is_tied = bool(model.hf_config.get("tie_word_embeddings", False))
+    # Two norms of D in each layer, and one at the end.
+    norms = (2 * model.num_layers + 1) * hidden
+    return {
+        "embedding": table,
+        "attention": model.num_layers * _attention(config) + norms,
+        "router": num_moe * (model.num_experts * hidden + _router_extras(model)),
+        "experts": num_moe * num_local * 3 * hidden * model.moe_intermediate_size,
+        "shared experts": num_moe * 3 * hidden * shared_intermediate_size(model),
+        "dense MLP": num_dense * 3 * hidden * _count(model.hf_config, "intermediate_size"),
+        "head": 0 if is_tied else table,
+    }
+
+
+def moe_layers(model: ModelConfig) -> list[bool]:
+    """By layer: MoE, or a dense MLP."""
+    config = model.hf_config
+    first = _count(config, "first_k_dense_replace")
+    step = _count(config, "decoder_sparse_step") or 1
+    frequency = _count(config, "moe_layer_freq") or 1
+    dense = set(config.get("mlp_only_layers") or ())
+    return [
+        layer >= first and layer not in dense and (layer + 1) % step == 0 and layer % frequency == 0
+        for layer in range(model.num_layers)
+    ]
+
+
+def shared_intermediate_size(model: ModelConfig) -> int:
+    """I of the experts that every token passes, together; 0 where there are none."""
+    config = model.hf_config
+    size = _count(config, "shared_expert_intermediate_size")
+    return size or _count(config, "n_shared_experts") * model.moe_intermediate_size
+
+
+def _router_extras(model: ModelConfig) -> int:
+    """A bias for each expert, where its choice is corrected; a gate of the shared expert."""
+    config = model.hf_config
+    bias = model.num_experts if config.get("topk_method") == "noaux_tc" else 0
+    gate = model.hidden_size if _count(config, "shared_expert_intermediate_size") else 0
+    return bias + gate
+
+
+def _attention(config: EngineConfig) -> int:
+    """Numbers of one layer's attention on one rank."""
+    model, ranks = config.model, tensor_parallel_size(config)
+    heads = -(-model.num_attention_heads // ranks)
+    latent = latent_attention(model)
+    if latent is not None:
+        return _latent_attention(model, latent, heads)
+    kv_heads = local_kv_heads(config)
+    hidden, dim = model.hidden_size, model.head_dim
+    rows = (heads + 2 * kv_heads) * dim
+    count = rows * hidden + hidden * heads * dim
+    if model.hf_config.get("attention_bias", False):
+        count += rows + hidden
+    if model.model_type.startswith("qwen3"):
+        # The norm of queries and keys is held once for each head.
+        count += (heads + kv_heads) * dim
+    return count
+
+
+def _latent_attention(model: ModelConfig, latent: Latent, heads: int) -> int:
+    hidden, query_dim = model.hidden_size, latent.plain_dim + latent.rotary_dim
+    if latent.query_rank:
+        query = latent.query_rank * (hidden + 1 + heads * query_dim)
+    else:
+        query = hidden * heads * query_dim
+    compress = hidden * (latent.kv_rank + latent.rotary_dim) + latent.kv_rank
+    expand = latent.kv_rank * heads * (latent.plain_dim + latent.value_dim)
+    return query + compress + expand + heads * latent.value_dim * hidden
+
+
+def tensor_parallel_size(config: EngineConfig) -> int:
+    """Ranks that share the attention heads of one data-parallel rank."""
+    return config.parallel.expert_parallel_size // config.parallel.data_parallel_size
+
+
+def local_kv_heads(config: EngineConfig) -> int:
+    """KV heads of a rank: its share, at least one."""
+    return max(1, config.model.num_kv_heads // tensor_parallel_size(config))
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) else 0
