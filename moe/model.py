@@ -10,7 +10,7 @@ from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.placement import ExpertPlacement
 from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
-from moed.moe.experts import Experts, make_experts
+from moed.moe.experts import Experts, ExpertWeights, make_experts
 from moed.moe.families import DecoderFeatures, FusedNames, Names, family_of
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.loader import Checkpoint, Dummy, Source, Survey
@@ -178,8 +178,7 @@ class _Builder:
         experts = make_experts(
             self._backend.capabilities.activation_format,
             self._config.parallel.device,
-            gate_up,
-            down,
+            ExpertWeights(gate_up, down),
         )
         self._experts.append(experts)
         return FusedMoE(

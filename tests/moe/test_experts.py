@@ -6,7 +6,7 @@ import torch
 from moed.config.capabilities import ActivationFormat
 from moed.config.errors import ConfigError
 from moed.dist.all2all.base import Dispatched
-from moed.moe.experts import TorchExperts, make_experts, reference_experts
+from moed.moe.experts import ExpertWeights, TorchExperts, make_experts, reference_experts
 
 HIDDEN, SIZE = 16, 24
 
@@ -16,11 +16,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def weights_of(num_experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def weights_of(num_experts: int, dtype: torch.dtype) -> ExpertWeights:
     generator = torch.Generator().manual_seed(num_experts)
     gate_up = torch.randn(num_experts, 2 * SIZE, HIDDEN, generator=generator) / 4
     down = torch.randn(num_experts, HIDDEN, SIZE, generator=generator) / 4
-    return gate_up.to(dtype), down.to(dtype)
+    return ExpertWeights(gate_up.to(dtype), down.to(dtype))
 
 
 def rows_of(ids: list[list[int]], top_k: int, dtype: torch.dtype = torch.float32) -> Dispatched:
@@ -51,11 +51,11 @@ def random_ids(num_rows: int, num_experts: int, top_k: int) -> list[list[int]]:
 def test_equals_the_reference(
     dtype: torch.dtype, tolerance: float, num_rows: int, apply_weights: bool
 ) -> None:
-    gate_up, down = weights_of(5, dtype)
+    weights = weights_of(5, dtype)
     dispatched = rows_of(random_ids(num_rows, 5, 3), 3, dtype)
-    found = TorchExperts(gate_up, down)(dispatched, apply_weights)
+    found = TorchExperts(weights)(dispatched, apply_weights)
     assert found.dtype == dtype and found.shape == (num_rows, HIDDEN)
-    expected = reference_experts(dispatched, gate_up, down, apply_weights)
+    expected = reference_experts(dispatched, weights.gate_up, weights.down, apply_weights)
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -69,7 +69,7 @@ def test_the_reference_by_hand() -> None:
         state=None,
     )
     gate_up, down = torch.tensor([[[1.0], [3.0]]]), torch.tensor([[[5.0]]])
-    for experts in (reference_experts, lambda d, g, o, w: TorchExperts(g, o)(d, w)):
+    for experts in (reference_experts, lambda d, g, o, w: TorchExperts(ExpertWeights(g, o))(d, w)):
         weighted = experts(dispatched, gate_up, down, True)
         torch.testing.assert_close(weighted, torch.tensor([[26.42391]]))
         torch.testing.assert_close(
@@ -78,7 +78,7 @@ def test_the_reference_by_hand() -> None:
 
 
 def test_rows_of_other_ranks_give_zero() -> None:
-    experts = TorchExperts(*weights_of(4, torch.float32))
+    experts = TorchExperts(weights_of(4, torch.float32))
     output = experts(rows_of([[-1, -1], [0, -1]], 2), True)
     assert torch.equal(output[0], torch.zeros(HIDDEN))
     assert output[1].abs().sum() > 0
@@ -87,7 +87,7 @@ def test_rows_of_other_ranks_give_zero() -> None:
 
 @pytest.mark.parametrize(("num_experts", "ids"), [(4, []), (0, []), (0, [[-1, -1], [-1, -1]])])
 def test_no_rows_and_no_experts(num_experts: int, ids: list[list[int]]) -> None:
-    experts = TorchExperts(*weights_of(num_experts, torch.float32))
+    experts = TorchExperts(weights_of(num_experts, torch.float32))
     output = experts(rows_of(ids, 2), True)
     assert torch.equal(output, torch.zeros(len(ids), HIDDEN))
     assert experts.num_rows == 0
@@ -114,7 +114,7 @@ def test_empty_experts_cost_nothing(
         return hidden @ weight.T
 
     monkeypatch.setattr(torch.nn.functional, "linear", counted)
-    experts = TorchExperts(*weights_of(8, torch.float32))
+    experts = TorchExperts(weights_of(8, torch.float32))
     experts(rows_of(ids, 2), True)
     assert len(rows) == num_products
     num_pairs = sum(expert >= 0 for choices in ids for expert in choices)
@@ -123,7 +123,7 @@ def test_empty_experts_cost_nothing(
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    experts = TorchExperts(*weights_of(6, torch.float32))
+    experts = TorchExperts(weights_of(6, torch.float32))
     together = rows_of(random_ids(40, 6, 2), 2)
     assert together.expert_ids is not None and together.expert_weights is not None
     found = experts(together, True)
@@ -140,16 +140,16 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 def test_garbage_in_the_rows_is_contained() -> None:
     """NaN in one row leaves the others clean."""
-    gate_up, down = weights_of(3, torch.float32)
+    weights = weights_of(3, torch.float32)
     dispatched = rows_of([[0, 1], [0, 1], [2, 0]], 2)
     dispatched.hidden[1] = torch.nan
-    output = TorchExperts(gate_up, down)(dispatched, True)
+    output = TorchExperts(weights)(dispatched, True)
     assert output[1].isnan().all()
     assert output[[0, 2]].isfinite().all()
 
 
 def test_a_format_without_experts_is_refused() -> None:
-    gate_up, down = weights_of(2, torch.float32)
-    assert isinstance(make_experts(ActivationFormat.STANDARD, "cpu", gate_up, down), TorchExperts)
+    weights = weights_of(2, torch.float32)
+    assert isinstance(make_experts(ActivationFormat.STANDARD, "cpu", weights), TorchExperts)
     with pytest.raises(ConfigError, match="batched format on abacus.*--all2all-backend"):
-        make_experts(ActivationFormat.BATCHED, "abacus", gate_up, down)
+        make_experts(ActivationFormat.BATCHED, "abacus", weights)

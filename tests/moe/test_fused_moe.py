@@ -12,7 +12,7 @@ from moed.config.errors import TokenBudgetExceeded
 from moed.dist.all2all.base import Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.registry import capabilities
-from moed.moe.experts import TorchExperts, reference_experts
+from moed.moe.experts import ExpertWeights, TorchExperts, reference_experts
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.router import route
 
@@ -94,7 +94,7 @@ def layer_on(backend: OneRank, max_num_tokens: int = B) -> FusedMoE:
         expert_parallel_size=1,
         max_num_tokens=max_num_tokens,
     )
-    return FusedMoE(config, router, True, TorchExperts(gate_up, down), backend)
+    return FusedMoE(config, router, True, TorchExperts(ExpertWeights(gate_up, down)), backend)
 
 
 def metadata(num_rows: int, rank: int = 0, step_id: int = 1) -> DPMetadata:

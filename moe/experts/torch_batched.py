@@ -1,0 +1,48 @@
+"""Experts on a CPU, on rows in the batched format.
+
+Legend: e local experts, C capacity per expert, D hidden, I intermediate size, p rows in use.
+"""
+
+import torch
+
+from moed.dist.all2all.base import Dispatched
+from moed.moe.experts.base import ExpertWeights, silu_and_multiply
+
+
+class TorchBatchedExperts:
+    """Two matrix products per expert that has rows, straight from the dispatched rows and into
+    the output.
+
+    Cost follows the rows in use, not the capacity: no other row is read, written or copied.
+    """
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._gate_up = weights.gate_up.transpose(1, 2).unbind()
+        self._down = weights.down.transpose(1, 2).unbind()
+        self.num_rows = 0
+
+    def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
+        """[e, C, D]; see `Experts`."""
+        assert not apply_weights, "the backend's combine applies the router weights"
+        hidden, num_rows = dispatched.hidden, dispatched.num_rows_per_expert
+        assert num_rows is not None
+        counts: list[int] = num_rows.tolist()
+        assert max(counts, default=0) <= hidden.shape[1]
+        used = [expert for expert, count in enumerate(counts) if count]
+        sizes = [counts[expert] for expert in used]
+        self.num_rows += sum(sizes)
+        output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        if used:
+            self._compute(hidden, output, used, sizes)
+        return output
+
+    def _compute(
+        self, hidden: torch.Tensor, output: torch.Tensor, used: list[int], sizes: list[int]
+    ) -> None:
+        gate_up = hidden.new_empty(sum(sizes), self._gate_up[0].shape[1])
+        for part, expert, size in zip(gate_up.split_with_sizes(sizes), used, sizes, strict=True):
+            torch.mm(hidden[expert, :size], self._gate_up[expert], out=part)
+        # The activation once for all: for one row its call costs as much as the products.
+        active = silu_and_multiply(gate_up).split_with_sizes(sizes)
+        for part, expert, size in zip(active, used, sizes, strict=True):
+            torch.mm(part, self._down[expert], out=output[expert, :size])
