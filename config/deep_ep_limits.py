@@ -106,9 +106,17 @@ def needed_qp_depth(num_tokens: int) -> int:
     return depth
 
 
-def most_tokens_at_qp_depth(depth: int) -> int:
-    """The largest N that a queue of `depth` entries carries: 511 at the default of 1024."""
-    return depth // 2 - 1
+def most_tokens_at_qp_depth(depth: int, num_ranks: int = 4) -> int:
+    """The largest N that a queue of `depth` entries carries, 511 at the default of 1024, with R x N
+    a multiple of 4.
+    """
+    return _round_down_tokens(depth // 2 - 1, num_ranks)
+
+
+def _round_down_tokens(num_tokens: int, num_ranks: int) -> int:
+    while num_tokens > 0 and num_tokens * num_ranks % LOW_LATENCY_ROWS_MULTIPLE:
+        num_tokens -= 1
+    return num_tokens
 
 
 def low_latency_rdma_bytes(num_tokens: int, hidden_size: int, num_experts: int) -> int:
@@ -141,9 +149,7 @@ def most_low_latency_tokens(hidden_size: int, num_experts: int, num_ranks: int =
         middle = (low + high) // 2
         fits = low_latency_rdma_bytes(middle, hidden_size, num_experts) < MAX_BUFFER_BYTES
         low, high = (middle, high) if fits else (low, middle)
-    while low * num_ranks % LOW_LATENCY_ROWS_MULTIPLE:
-        low -= 1
-    return low
+    return _round_down_tokens(low, num_ranks)
 
 
 def high_throughput_nvl_bytes(num_ranks: int, hidden_size: int, itemsize: int = 2) -> int:

@@ -108,7 +108,7 @@ def _qp_depth(asked: Question) -> Iterator[str]:
         return
     if depth >= 2 * (asked.num_tokens + 1):
         return
-    most = limits.most_tokens_at_qp_depth(depth) * asked.tensor_parallel_size
+    most = limits.most_tokens_at_qp_depth(depth, asked.num_ranks) * asked.tensor_parallel_size
     lower = f", or lower --max-num-batched-tokens to at most {most}" if most > 0 else ""
     yield (
         f"{QP_DEPTH_VARIABLE} is {depth}, and {asked.num_tokens} tokens per rank need at least "

@@ -50,14 +50,17 @@ def load_model_config(
     dtype: str,
     load_format: str,
     seed: int,
+    served_only: bool = True,
 ) -> ModelConfig:
     """Sizes and names of the checkpoint in `path`; no weights are read.
 
-    `dtype` "auto" takes the checkpoint's. Raises `ModelError` for a missing or broken config.json,
-    a family that is not served, sizes that contradict each other, or a number format that is not
-    served.
+    `dtype` "auto" takes the checkpoint's; `served_only` False takes a config.json by itself, and of
+    any family. Raises `ModelError` for a missing or broken config.json, a family that is not
+    served, sizes that contradict each other, or a number format that is not served.
     """
     source = path / "config.json"
+    if not served_only and path.is_file():
+        path, source = path.parent, path
     raw = _read_json(source)
     if raw is None:
         raise ModelError(
@@ -66,12 +69,13 @@ def load_model_config(
         )
     generation = _read_json(path / "generation_config.json") or {}
     _check_sampling_defaults(generation, path / "generation_config.json")
-    _check_family(raw, source)
+    if served_only and (reasons := unserved(raw, source)):
+        raise ModelError("; ".join(reasons))
     fields = Fields(raw, source)
     hidden_size = fields.count("hidden_size")
     num_attention_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", otherwise=num_attention_heads)
-    num_experts = fields.count("num_experts", "num_local_experts")
+    num_experts = fields.count("num_experts", "num_local_experts", "n_routed_experts")
     top_k = fields.count("num_experts_per_tok")
     _check(
         num_attention_heads % num_kv_heads == 0,
@@ -90,7 +94,7 @@ def load_model_config(
         revision=revision,
         served_model_names=served_model_names,
         architecture=str(architectures[0]),
-        model_type=str(raw["model_type"]),
+        model_type=str(raw.get("model_type")),
         dtype=_dtype(raw, dtype, source),
         load_format=load_format,
         seed=seed,
@@ -129,9 +133,8 @@ class Fields:
                 )
             return value
         if otherwise is None:
-            raise ModelError(
-                f"{self._source}: {' (or '.join(names)}{')' * (len(names) - 1)} is missing"
-            )
+            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+            raise ModelError(f"{self._source}: {names[0]}{others} is missing")
         return otherwise
 
 
@@ -152,20 +155,21 @@ def _check(holds: bool, message: str) -> None:
         raise ModelError(message)
 
 
-def _check_family(raw: Mapping[str, Any], source: Path) -> None:
+def unserved(raw: Mapping[str, Any], source: Path) -> list[str]:
+    """Why the checkpoint that `raw`, its config.json, describes is not served; empty if it is."""
+    found = []
     model_type = raw.get("model_type")
-    served = ", ".join(SERVED_MODEL_TYPES)
-    _check(
-        model_type in SERVED_MODEL_TYPES,
-        f"{source}: model_type is {model_type!r}; served are {served}",
-    )
+    if model_type not in SERVED_MODEL_TYPES:
+        served = ", ".join(SERVED_MODEL_TYPES)
+        found.append(f"{source}: model_type is {model_type!r}; served are {served}")
     quantization = raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ModelError(
+        found.append(
             f"{source}: the weights are quantised ({method or 'unknown method'}), which is not "
             "served yet; take a checkpoint in " + ", ".join(DTYPES)
         )
+    return found
 
 
 def _check_sampling_defaults(generation: Mapping[str, Any], source: Path) -> None:

@@ -39,8 +39,9 @@ def test_qp_depth(num_tokens: int, depth: int) -> None:
     assert limits.most_tokens_at_qp_depth(depth) >= num_tokens
 
 
-def test_most_tokens_at_the_default_depth() -> None:
-    assert limits.most_tokens_at_qp_depth(limits.DEFAULT_QP_DEPTH) == 511
+@pytest.mark.parametrize(("num_ranks", "most"), [(1, 508), (2, 510), (3, 508), (4, 511), (8, 511)])
+def test_most_tokens_at_the_default_depth(num_ranks: int, most: int) -> None:
+    assert limits.most_tokens_at_qp_depth(limits.DEFAULT_QP_DEPTH, num_ranks) == most
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])

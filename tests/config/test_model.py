@@ -133,7 +133,10 @@ def test_absent_kv_heads_and_head_dim(write_checkpoint: Any) -> None:
         ({"model_type": None}, r"model_type is None; served are"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
         ({"hidden_size": None}, r"config\.json: hidden_size is missing"),
-        ({"num_experts": None}, r"num_experts \(or num_local_experts\) is missing"),
+        (
+            {"num_experts": None},
+            r"num_experts \(or num_local_experts, n_routed_experts\) is missing",
+        ),
         ({"hidden_size": "128"}, r"hidden_size is '128'"),
         ({"num_hidden_layers": 0}, r"num_hidden_layers is 0"),
         ({"vocab_size": True}, r"vocab_size is True"),
