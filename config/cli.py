@@ -1,4 +1,4 @@
-"""The command line: `moed serve`, `moed config show`, `moed version`, and help.
+"""The command line: `moed serve`, `moed plan`, `moed config show`, `moed version`, and help.
 
 Written out rather than left to a library: it starts in a few milliseconds, takes flags as vLLM
 users type them, and can say exactly what is wrong.
@@ -6,16 +6,17 @@ users type them, and can say exactly what is wrong.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moed.config.environ import environment
 from moed.config.errors import UsageError
 from moed.config.help import help_text
 from moed.config.names import did_you_mean, setting_of_flag
+from moed.config.plan_settings import PlanSettings, plan_flags, take_plan_settings
 from moed.config.settings import ServeSettings
 
-COMMANDS = ("serve", "config show", "version")
+COMMANDS = ("serve", "plan", "config show", "version")
 
 _NUMBER = re.compile(r"-\d")
 
@@ -25,13 +26,15 @@ class Command:
     """What the user asked for."""
 
     name: str
-    """"serve", "config show", "version" or "help"."""
+    """"serve", "plan", "config show", "version" or "help"."""
     settings: ServeSettings | None = None
-    """For `serve` and `config show`."""
+    """For `serve`, `plan` and `config show`."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each given setting came from; absent: its default."""
     text: str = ""
     """For "help": what to print."""
+    plan: PlanSettings | None = None
+    """For `plan`: the settings that it alone has."""
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -53,6 +56,9 @@ def parse(argv: Sequence[str]) -> Command:
         return Command("version")
     if words[0] == "serve":
         return _with_settings("serve", words[1:])
+    if words[0] == "plan":
+        plan, rest = take_plan_settings(words[1:])
+        return replace(_with_settings("plan", rest), plan=plan)
     if words[:2] == ["config", "show"]:
         return _with_settings("config show", words[2:])
     if words[0] == "config":
@@ -100,6 +106,8 @@ def read_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
             continue
         collecting = None
         flag, has_value, value = word.partition("=")
+        if flag in plan_flags():
+            raise UsageError(f"{flag} belongs to `moed plan`, which asks about a machine")
         setting, positive = setting_of_flag(flag)
         origin = f"flag {flag}"
         if setting.is_switch:

@@ -1,7 +1,8 @@
 """The text of `moed --help`, generated from the settings."""
 
 from moed.config.names import settings
-from moed.config.options import Setting
+from moed.config.options import Setting, settings_of
+from moed.config.plan_settings import PLAN, PlanSettings
 from moed.config.settings import GROUPS
 
 USAGE = """\
@@ -9,6 +10,8 @@ moed serves Mixture-of-Experts models over many ranks, behind one OpenAI-compati
 
   moed serve -dp 2                          the bundled model over two ranks, on this machine
   moed serve Qwen/Qwen3-30B-A3B -dp 8       a model from the Hugging Face Hub
+  moed plan MODEL -dp 8 [flags of serve]    memory of each rank and all that would be refused; a
+                                            config.json is enough, without GPU or weights
   moed config show [flags of serve]         every resolved value, and where it came from
   moed version
 
@@ -33,6 +36,8 @@ def help_text(everything: bool) -> str:
         lines = [_entry(setting) for setting in shown if setting.option.group == group]
         if lines:
             parts.append(f"\n{group}\n" + "".join(lines))
+    own = settings_of(PlanSettings).values()
+    parts.append(f"\n{PLAN}\n" + "".join(_entry(setting) for setting in own))
     parts.append(FOOTER)
     if not everything:
         parts.append(MORE.format(count=num_flags()))
@@ -66,7 +71,7 @@ def _form(setting: Setting) -> str:
     if setting.name == "model":
         return "MODEL, --model MODEL"
     if setting.is_switch:
-        return f"--[no-]{setting.flag[2:]}"
+        return setting.flag if option.group == PLAN else f"--[no-]{setting.flag[2:]}"
     short = f"{option.short}, " if option.short else ""
     if option.choices:
         value = "|".join(option.choices)

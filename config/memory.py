@@ -5,6 +5,7 @@ Legend: R ranks of the expert-parallel group, S requests, N tokens that one rank
 (`dispatch_capacity`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moed.config import deep_ep_limits as limits
@@ -34,7 +35,7 @@ class Item:
     formula: str
 
 
-def total(items: list[Item]) -> int:
+def total(items: Sequence[Item]) -> int:
     return sum(item.num_bytes for item in items)
 
 
@@ -62,7 +63,7 @@ def num_received_rows(config: EngineConfig, backend: BackendCapabilities) -> tup
     """The most rows that one rank's experts can hold in one step, and how they are reckoned."""
     moe, tokens = config.fused_moe, dispatch_capacity(config)
     ranks = moe.expert_parallel_size
-    text = f"{ranks} ranks x {tokens} tokens"
+    text = f"{ranks} {'rank' if ranks == 1 else 'ranks'} x {tokens} tokens"
     if backend.activation_format is ActivationFormat.BATCHED and ranks > 1:
         # Every local expert has room for every row.
         num_local = -(-moe.num_experts // ranks)

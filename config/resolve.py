@@ -34,6 +34,8 @@ class Resolution:
 
     config: EngineConfig
     decided: Mapping[str, tuple[Any, str]]
+    machine: Machine
+    """What it was decided for."""
 
 
 def resolve(
@@ -99,7 +101,7 @@ def assemble(
             longest = min(longest, budget_tokens)
         why = f"decided at start: at most {longest}, less if less memory is free"
         decided["max_model_len"] = ("auto", why)
-    return Resolution(config, decided)
+    return Resolution(config, decided, here)
 
 
 def _parallel(

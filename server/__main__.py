@@ -1,12 +1,17 @@
 """The `moed` command. Each command imports only what it needs, so that help comes at once."""
 
+import logging
 import os
 import sys
 from dataclasses import replace
 from importlib.metadata import version
 
 from moed.config.cli import Command, parse
-from moed.config.errors import MoedError
+from moed.config.engine_config import EngineConfig
+from moed.config.errors import ConfigError, MoedError
+from moed.config.settings import ServeSettings
+
+logger = logging.getLogger(__name__)
 
 EXIT_INTERRUPTED = 130
 
@@ -44,6 +49,8 @@ def run(command: Command) -> int:
             print(f"moed {version('moed')}")
         case "config show":
             _show(command)
+        case "plan":
+            return _plan(command)
         case "serve":
             return _serve(command)
     return 0
@@ -59,10 +66,19 @@ def _show(command: Command) -> None:
     print(show(command.settings, command.origins, resolution), end="")
 
 
-def _serve(command: Command) -> int:
-    from moed.config.resolve import resolve
-    from moed.dist.launch import detect_torchrun
+def _plan(command: Command) -> int:
+    from moed.config.plan_text import full_json, full_text
+    from moed.config.planning import plan_settings
     from moed.dist.registry import capabilities
+
+    assert command.settings is not None and command.plan is not None
+    full = plan_settings(command.settings, command.plan, capabilities())
+    print(full_json(full) if command.plan.json else full_text(full), end="")
+    return ConfigError.exit_code if full.plan.refusals else 0
+
+
+def _serve(command: Command) -> int:
+    from moed.dist.launch import detect_torchrun
     from moed.server.logs import setup_logging
 
     assert command.settings is not None
@@ -73,10 +89,25 @@ def _serve(command: Command) -> int:
 
         if "data_parallel_size" not in command.origins:
             settings = replace(settings, data_parallel_size=environment.world_size)
-        return serve_under_torchrun(resolve(settings, capabilities()), environment)
+        config = _resolve(settings, log=environment.rank == 0)
+        return serve_under_torchrun(config, environment)
     from moed.server.launcher import serve
 
-    return serve(resolve(settings, capabilities()))
+    return serve(_resolve(settings, log=True))
+
+
+def _resolve(settings: ServeSettings, log: bool) -> EngineConfig:
+    """The configuration; what it costs goes into the log before anything is allocated."""
+    from moed.config.plan import make_plan
+    from moed.config.plan_text import launch_text
+    from moed.config.resolve import resolve_and_explain
+    from moed.dist.registry import capabilities
+
+    found = resolve_and_explain(settings, capabilities(), weights=True)
+    if log:
+        plan = make_plan(found.config, found.machine, found.decided)
+        logger.info("plan of each rank\n%s", launch_text(plan))
+    return found.config
 
 
 if __name__ == "__main__":
