@@ -19,7 +19,7 @@ from typing import Any
 SIGNATURES = Path(__file__).with_name("signatures.json")
 
 # File in the package -> class -> the methods that moed calls or that a caller may hold it to.
-METHODS = {
+METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "buffers/legacy.py": {
         "Buffer": (
             "__init__",
@@ -54,7 +54,7 @@ METHODS = {
 MAIN = "__init__.py"
 # `Config` is compiled, so its source is not in the package: this is its binding as published.
 # Arguments of its two methods have no names there.
-COMPILED = {
+COMPILED: dict[str, dict[str, list[list[str | None]]]] = {
     "Config": {
         "__init__": [
             ["self", "positional or keyword", None],
@@ -133,11 +133,11 @@ def _parameters(arguments: ast.arguments) -> Iterator[list[str | None]]:
     num_required = len(positional) - len(arguments.defaults)
     for index, (node, kind) in enumerate(positional):
         default = arguments.defaults[index - num_required] if index >= num_required else None
-        yield [node.arg, kind, default and ast.unparse(default)]
+        yield [node.arg, kind, None if default is None else ast.unparse(default)]
     if arguments.vararg:
         yield [arguments.vararg.arg, "variadic positional", None]
     for node, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        yield [node.arg, "keyword-only", default and ast.unparse(default)]
+        yield [node.arg, "keyword-only", None if default is None else ast.unparse(default)]
     if arguments.kwarg:
         yield [arguments.kwarg.arg, "variadic keyword", None]
 
