@@ -189,6 +189,15 @@ def _logits(config: EngineConfig) -> Item:
     return Item("logits", rows * row, f"{rows} requests x vocabulary {vocabulary}, and in float32")
 
 
+def step_bytes(config: EngineConfig) -> int:
+    """What a step takes and gives back, at most: to be kept free when the KV cache is made."""
+    backend = config.parallel.backend
+    taken = total(workspace_items(config, backend))
+    if backend.deep_ep_mode is None:
+        taken += total(_collectives(config, backend))
+    return taken
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """The sums of one rank, and what they leave for the KV cache."""

@@ -15,7 +15,7 @@ WIDTH = 100
 NAME_WIDTH = 22
 SIZE_WIDTH = 11
 ALTERNATIVE_COLUMNS = (
-    "other backends",
+    "backends",
     "B",
     "largest B",
     "dispatch",
@@ -81,8 +81,13 @@ def _line(name: str, value: str, text: str) -> str:
     left = f"  {name:<{NAME_WIDTH}}{value:>{SIZE_WIDTH}}"
     if not text:
         return left
-    wrapped = textwrap.wrap(text, WIDTH - len(left) - 3)
+    wrapped = _wrap(text, WIDTH - len(left) - 3)
     return ("\n" + " " * (len(left) + 3)).join([f"{left}   {wrapped[0]}", *wrapped[1:]])
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """In lines that leave flags whole."""
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 def _kv_cache(plan: Plan) -> str:
@@ -105,7 +110,7 @@ def _kv_cache(plan: Plan) -> str:
 
 def _budget(plan: Plan) -> str:
     budget = plan.budget
-    largest = "-" if budget.largest is None else str(budget.largest)
+    largest = _largest(plan)
     lines = [
         _line("B", str(budget.tokens), f"max_num_batched_tokens, {budget.why}"),
         _line("largest B", largest, budget.largest_why),
@@ -120,10 +125,10 @@ def _budget(plan: Plan) -> str:
 
 
 def _alternatives(full: FullPlan) -> str:
-    if not full.alternatives:
-        return ""
+    """Every backend in one line, the chosen one first."""
+    chosen = Alternative(full.plan.config.parallel.backend.name + " (chosen)", full.plan)
     rows: list[tuple[str, ...]] = [ALTERNATIVE_COLUMNS]
-    rows += (_alternative(entry) for entry in full.alternatives)
+    rows += (_alternative(entry) for entry in (chosen, *full.alternatives))
     name_width = max(len(row[0]) for row in rows) + 2
     lines = (f"{row[0]:<{name_width}}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in rows)
     return "\n".join(lines) + "\n"
@@ -137,12 +142,17 @@ def _alternative(entry: Alternative) -> tuple[str, ...]:
     return (
         f"  {entry.name}",
         str(plan.budget.tokens),
-        "-" if plan.budget.largest is None else str(plan.budget.largest),
+        _largest(plan),
         format_bytes(plan.memory.dispatch),
         format_bytes(plan.memory.workspace),
         "-" if tokens is None else str(tokens),
         str(len(plan.refusals)) if plan.refusals else "none",
     )
+
+
+def _largest(plan: Plan) -> str:
+    largest = plan.budget.largest
+    return "-" if largest is None else str(largest or "none")
 
 
 def _findings(plan: Plan) -> str:
@@ -158,10 +168,8 @@ def _findings(plan: Plan) -> str:
 
 
 def _bullets(sentences: Iterable[str]) -> str:
-    return "".join(
-        textwrap.fill(sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ") + "\n"
-        for sentence in sentences
-    )
+    wrapped = (_wrap(sentence, WIDTH - 4) for sentence in sentences)
+    return "".join("  - " + "\n    ".join(lines) + "\n" for lines in wrapped)
 
 
 def _plural(count: int, word: str) -> str:

@@ -72,7 +72,8 @@ def plan_settings(
 
     contradictions, asked, resolution = _collect(settings, resolved)
     plan = make_plan(resolution.config, machine, resolution.decided)
-    source = Path(model.path) / "config.json"
+    given = Path(model.model)
+    source = given if given.is_file() else Path(model.path) / "config.json"
     against = (*unserved(model.hf_config, source), *contradictions, *plan.refusals)
     others = [name for name in capabilities if name != resolution.config.parallel.backend.name]
     return FullPlan(

@@ -8,6 +8,7 @@ import torch
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError
+from moed.config.memory import step_bytes
 
 # On a CPU the memory is shared with everything else on the machine, and more than this serves more
 # than a CPU can compute; `--kv-cache-memory` goes beyond both.
@@ -63,7 +64,8 @@ def _free_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         used = total - free
-        return max(0, int(total * config.cache.gpu_memory_utilization) - used)
+        usable = int(total * config.cache.gpu_memory_utilization)
+        return max(0, usable - used - step_bytes(config))
     return min(int(_free_cpu_bytes() / config.parallel.num_local_ranks * CPU_SHARE), CPU_MAX_BYTES)
 
 
