@@ -178,7 +178,7 @@ class _Builder:
         experts = make_experts(
             self._backend.capabilities.activation_format,
             self._config.parallel.device,
-            ExpertWeights(gate_up, down),
+            ExpertWeights.plain(gate_up, down),
         )
         self._experts.append(experts)
         return FusedMoE(

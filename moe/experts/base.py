@@ -10,16 +10,32 @@ import torch
 import torch.nn.functional as F
 
 from moed.dist.all2all.base import Dispatched
+from moed.moe.block_scaled import BlockScaled, WeightFormat
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One layer's experts of one rank, in the dtype of the hidden states."""
+    """One layer's experts of one rank."""
 
-    gate_up: torch.Tensor
-    """[e, 2I, D]: gate rows, then up rows."""
-    down: torch.Tensor
+    gate_up: BlockScaled
+    """[e, 2I, D]: gate rows, then up rows. Scales [e, 2 ceil(I / 128), ceil(D / 128)]: the up
+    rows' begin anew, also where the gate's do not fill their last block.
+    """
+    down: BlockScaled
     """[e, D, I]."""
+
+    @classmethod
+    def plain(cls, gate_up: torch.Tensor, down: torch.Tensor) -> "ExpertWeights":
+        """In the dtype of the hidden states."""
+        return cls(BlockScaled.plain(gate_up), BlockScaled.plain(down))
+
+    @property
+    def format(self) -> WeightFormat:
+        return WeightFormat.FP8_BLOCK if self.down.is_fp8 else WeightFormat.PLAIN
+
+    @property
+    def device(self) -> torch.device:
+        return self.down.values.device
 
 
 class Experts(Protocol):

@@ -1,28 +1,107 @@
-"""Which implementation serves a format and a device."""
+"""Which implementation serves a format, a device and a weight format."""
 
+import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 
 from moed.config.capabilities import ActivationFormat
 from moed.config.errors import ConfigError
+from moed.moe.block_scaled import WeightFormat
 from moed.moe.experts.base import Experts, ExpertWeights
-from moed.moe.experts.torch_batched import TorchBatchedExperts
-from moed.moe.experts.torch_standard import TorchExperts
 
-_IMPLEMENTATIONS: dict[tuple[ActivationFormat, str], Callable[[ExpertWeights], Experts]] = {
-    (ActivationFormat.STANDARD, "cpu"): TorchExperts,
-    (ActivationFormat.STANDARD, "cuda"): TorchExperts,
-    (ActivationFormat.BATCHED, "cpu"): TorchBatchedExperts,
-}
+
+@dataclass(frozen=True)
+class _Choice:
+    """One implementation; the table below prefers the first that can run here."""
+
+    activation_format: ActivationFormat
+    device_type: str
+    weight_format: WeightFormat
+    make: Callable[[ExpertWeights], Experts]
+    needs_triton: bool
+    capability: tuple[int, int]
+    """CUDA's compute capability, at least."""
+
+    def obstacle(self) -> str | None:
+        """Why it cannot run here, in words."""
+        if self.needs_triton and importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        if self.device_type == "cuda" and torch.cuda.is_available():
+            found = torch.cuda.get_device_capability()
+            if found < self.capability:
+                wanted = ".".join(map(str, self.capability))
+                return f"the GPU has compute capability {found[0]}.{found[1]}, wanted is {wanted}"
+        return None
+
+
+# Each imports what it needs when it is made: triton is absent from CPU installs.
+
+
+def _torch_standard(weights: ExpertWeights) -> Experts:
+    from moed.moe.experts.torch_standard import TorchExperts
+
+    return TorchExperts(weights)
+
+
+def _torch_batched(weights: ExpertWeights) -> Experts:
+    from moed.moe.experts.torch_batched import TorchBatchedExperts
+
+    return TorchBatchedExperts(weights)
+
+
+def _torch_grouped(weights: ExpertWeights) -> Experts:
+    from moed.moe.experts.torch_grouped import TorchGroupedExperts
+
+    return TorchGroupedExperts(weights)
+
+
+def _triton_standard(weights: ExpertWeights) -> Experts:
+    from moed.moe.experts.triton_standard import TritonExperts
+
+    return TritonExperts(weights)
+
+
+def _triton_batched(weights: ExpertWeights) -> Experts:
+    from moed.moe.experts.triton_batched import TritonBatchedExperts
+
+    return TritonBatchedExperts(weights)
+
+
+_STANDARD, _BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED
+_PLAIN, _FP8 = WeightFormat.PLAIN, WeightFormat.FP8_BLOCK
+_ANY, _AMPERE, _ADA = (0, 0), (8, 0), (8, 9)
+
+_CHOICES = (
+    _Choice(_STANDARD, "cpu", _PLAIN, _torch_standard, False, _ANY),
+    _Choice(_BATCHED, "cpu", _PLAIN, _torch_batched, False, _ANY),
+    _Choice(_STANDARD, "cuda", _PLAIN, _triton_standard, True, _AMPERE),
+    _Choice(_STANDARD, "cuda", _PLAIN, _torch_grouped, False, _AMPERE),
+    _Choice(_STANDARD, "cuda", _PLAIN, _torch_standard, False, _ANY),
+    _Choice(_BATCHED, "cuda", _PLAIN, _triton_batched, True, _AMPERE),
+    _Choice(_STANDARD, "cuda", _FP8, _triton_standard, True, _ADA),
+    _Choice(_BATCHED, "cuda", _FP8, _triton_batched, True, _ADA),
+)
 
 
 def make_experts(
     activation_format: ActivationFormat, device_type: str, weights: ExpertWeights
 ) -> Experts:
-    """The implementation for a format and device. Raises `ConfigError` when there is none."""
-    implementation = _IMPLEMENTATIONS.get((activation_format, device_type))
-    if implementation is None:
-        raise ConfigError(
-            f"no experts for the {activation_format} format on {device_type}: choose another "
-            "--all2all-backend"
-        )
-    return implementation(weights)
+    """The implementation for a format and device. Raises `ConfigError` when there is none that
+    can run here.
+    """
+    wanted = (activation_format, device_type, weights.format)
+    obstacles = []
+    for choice in _CHOICES:
+        if (choice.activation_format, choice.device_type, choice.weight_format) != wanted:
+            continue
+        obstacle = choice.obstacle()
+        if obstacle is None:
+            return choice.make(weights)
+        obstacles.append(obstacle)
+    raise ConfigError(
+        f"no experts for the {activation_format} format with {weights.format} weights on "
+        f"{device_type}{': ' if obstacles else ''}{'; '.join(obstacles)}. Choose another "
+        "--all2all-backend"
+    )

@@ -17,8 +17,8 @@ class TorchBatchedExperts:
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._gate_up = weights.gate_up.transpose(1, 2).unbind()
-        self._down = weights.down.transpose(1, 2).unbind()
+        self._gate_up = weights.gate_up.values.transpose(1, 2).unbind()
+        self._down = weights.down.values.transpose(1, 2).unbind()
         self.num_rows = 0
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:

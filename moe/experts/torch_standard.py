@@ -21,7 +21,7 @@ class TorchExperts:
 
     def __init__(self, weights: ExpertWeights) -> None:
         # One tensor per expert, made once instead of sliced in every step.
-        self._gate_up, self._down = weights.gate_up.unbind(), weights.down.unbind()
+        self._gate_up, self._down = weights.gate_up.values.unbind(), weights.down.values.unbind()
         self.num_rows = 0
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:

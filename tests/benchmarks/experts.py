@@ -28,7 +28,7 @@ def weights_of(num_experts: int) -> ExpertWeights:
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(num_experts, 2 * SIZE, HIDDEN, generator=generator) / HIDDEN**0.5
     down = torch.randn(num_experts, HIDDEN, SIZE, generator=generator) / SIZE**0.5
-    return ExpertWeights(gate_up, down)
+    return ExpertWeights.plain(gate_up, down)
 
 
 def rows_of(num_rows: int, num_experts: int, capacity: int) -> Dispatched:

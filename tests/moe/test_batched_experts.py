@@ -25,7 +25,7 @@ def weights_of(num_experts: int, dtype: torch.dtype = torch.float32) -> ExpertWe
     generator = torch.Generator().manual_seed(num_experts)
     gate_up = torch.randn(num_experts, 2 * SIZE, HIDDEN, generator=generator) / 4
     down = torch.randn(num_experts, HIDDEN, SIZE, generator=generator) / 4
-    return ExpertWeights(gate_up.to(dtype), down.to(dtype))
+    return ExpertWeights.plain(gate_up.to(dtype), down.to(dtype))
 
 
 def rows_of(
@@ -55,7 +55,7 @@ def test_equals_the_reference(dtype: torch.dtype, tolerance: float, counts: list
     experts = TorchBatchedExperts(weights)
     found = experts(dispatched, False)
     assert found.dtype == dtype and found.shape == dispatched.hidden.shape
-    expected = reference_batched_experts(dispatched, weights.gate_up, weights.down)
+    expected = reference_batched_experts(dispatched, weights.gate_up.values, weights.down.values)
     torch.testing.assert_close(
         used(found, counts).float(), used(expected, counts), rtol=tolerance, atol=tolerance
     )
@@ -69,8 +69,11 @@ def test_both_references_agree() -> None:
     ids = torch.tensor([0, 0, 2, 2, 2, 2])[:, None]
     flat = Dispatched(used(dispatched.hidden, counts), ids, torch.zeros(6, 1), None, None)
     torch.testing.assert_close(
-        used(reference_batched_experts(dispatched, weights.gate_up, weights.down), counts),
-        reference_experts(flat, weights.gate_up, weights.down, False),
+        used(
+            reference_batched_experts(dispatched, weights.gate_up.values, weights.down.values),
+            counts,
+        ),
+        reference_experts(flat, weights.gate_up.values, weights.down.values, False),
     )
 
 

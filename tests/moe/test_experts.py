@@ -20,7 +20,7 @@ def weights_of(num_experts: int, dtype: torch.dtype) -> ExpertWeights:
     generator = torch.Generator().manual_seed(num_experts)
     gate_up = torch.randn(num_experts, 2 * SIZE, HIDDEN, generator=generator) / 4
     down = torch.randn(num_experts, HIDDEN, SIZE, generator=generator) / 4
-    return ExpertWeights(gate_up.to(dtype), down.to(dtype))
+    return ExpertWeights.plain(gate_up.to(dtype), down.to(dtype))
 
 
 def rows_of(ids: list[list[int]], top_k: int, dtype: torch.dtype = torch.float32) -> Dispatched:
@@ -55,7 +55,9 @@ def test_equals_the_reference(
     dispatched = rows_of(random_ids(num_rows, 5, 3), 3, dtype)
     found = TorchExperts(weights)(dispatched, apply_weights)
     assert found.dtype == dtype and found.shape == (num_rows, HIDDEN)
-    expected = reference_experts(dispatched, weights.gate_up, weights.down, apply_weights)
+    expected = reference_experts(
+        dispatched, weights.gate_up.values, weights.down.values, apply_weights
+    )
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -69,7 +71,10 @@ def test_the_reference_by_hand() -> None:
         state=None,
     )
     gate_up, down = torch.tensor([[[1.0], [3.0]]]), torch.tensor([[[5.0]]])
-    for experts in (reference_experts, lambda d, g, o, w: TorchExperts(ExpertWeights(g, o))(d, w)):
+    for experts in (
+        reference_experts,
+        lambda d, g, o, w: TorchExperts(ExpertWeights.plain(g, o))(d, w),
+    ):
         weighted = experts(dispatched, gate_up, down, True)
         torch.testing.assert_close(weighted, torch.tensor([[26.42391]]))
         torch.testing.assert_close(
@@ -151,5 +156,13 @@ def test_garbage_in_the_rows_is_contained() -> None:
 def test_a_format_without_experts_is_refused() -> None:
     weights = weights_of(2, torch.float32)
     assert isinstance(make_experts(ActivationFormat.STANDARD, "cpu", weights), TorchExperts)
-    with pytest.raises(ConfigError, match="batched format on abacus.*--all2all-backend"):
+    with pytest.raises(ConfigError, match="batched format.* on abacus.*--all2all-backend"):
         make_experts(ActivationFormat.BATCHED, "abacus", weights)
+
+
+def test_a_kernel_that_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="batched format.* on cuda: .*triton is not installed"):
+        make_experts(ActivationFormat.BATCHED, "cuda", weights_of(2, torch.float32))
+    # The standard format needs no kernel of ours.
+    make_experts(ActivationFormat.STANDARD, "cuda", weights_of(2, torch.float32))

@@ -94,7 +94,7 @@ def layer_on(backend: OneRank, max_num_tokens: int = B) -> FusedMoE:
         expert_parallel_size=1,
         max_num_tokens=max_num_tokens,
     )
-    return FusedMoE(config, router, True, TorchExperts(ExpertWeights(gate_up, down)), backend)
+    return FusedMoE(config, router, True, TorchExperts(ExpertWeights.plain(gate_up, down)), backend)
 
 
 def metadata(num_rows: int, rank: int = 0, step_id: int = 1) -> DPMetadata:
