@@ -16,6 +16,7 @@ from moed.config.memory import (
     RankMemory,
     dispatch_items,
     kv_bytes_per_token,
+    moe_bytes_per_rank,
     num_useful_tokens,
     rank_memory,
     workspace_items,
@@ -143,6 +144,10 @@ def _limits_of_budget(config: EngineConfig, machine: Machine) -> list[tuple[int,
             found.append((most * tensor, f"NVSHMEM_QP_DEPTH is {machine.qp_depth}"))
     if rank_memory(config, machine).usable is not None:
         found.append((largest_budget_in_memory(config, machine), "memory of a GPU"))
+    if config.parallel.device == "cpu" and machine.available_bytes is not None:
+        tokens = config.scheduler.max_num_batched_tokens
+        needed = moe_bytes_per_rank(config) * config.parallel.num_local_ranks
+        found.append((machine.available_bytes * tokens // needed, "memory that is free now"))
     return found
 
 
