@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,41 @@ def test_memory(
 def test_memory_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MEMINFO", tmp_path / "missing")
     assert machine.available_memory_bytes() is None
+
+
+@pytest.mark.parametrize(
+    ("output", "visible", "count", "memory"),
+    [
+        ("81559\n81559\n", None, 2, 81559 * 2**20),
+        ("81559\n40960\n", None, 2, 40960 * 2**20),
+        ("81559\n81559\n", "1", 1, 81559 * 2**20),
+        ("no devices\n", None, None, None),
+        (None, None, None, None),
+    ],
+)
+def test_gpus_as_their_tool_lists_them(
+    output: str | None,
+    visible: str | None,
+    count: int | None,
+    memory: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[str]:
+        if output is None:
+            raise FileNotFoundError(command[0])
+        return subprocess.CompletedProcess(command, 0, stdout=output)
+
+    monkeypatch.setattr(machine, "nvidia_device", lambda: "/dev/nvidia0")
+    monkeypatch.setattr(subprocess, "run", run)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", "2048")
+    found = machine.this_machine("auto")
+    assert (found.gpus_per_node, found.gpu_memory_bytes) == (count, memory)
+    assert (found.num_nodes, found.qp_depth) == (1, "2048")
+
+
+def test_gpus_are_not_asked_for_on_behalf_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "nvidia_device", lambda: "/dev/nvidia0")
+    monkeypatch.setattr(machine, "_gpus", lambda: pytest.fail("asked"))
+    assert machine.this_machine("cpu").gpu_memory_bytes is None

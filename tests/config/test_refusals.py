@@ -4,10 +4,13 @@ Legend: R ranks, N tokens per rank, B max_num_batched_tokens.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from moed.config.deep_ep_question import question
+from moed.config.deep_ep_refusals import deep_ep_refusals
 from moed.config.engine_config import EngineConfig, ModelConfig
 from moed.config.errors import ConfigError
 from moed.config.machine import Machine
@@ -146,7 +149,7 @@ def test_whole_nodes_are_not_refused(backend: str, ranks: int, num_nodes: int) -
 
 def test_a_high_throughput_buffer_that_32_bits_do_not_count() -> None:
     machine = nodes(18)
-    sizes = {"num_experts": 144, "hidden_size": 32768}
+    sizes: dict[str, Any] = {"num_experts": 144, "hidden_size": 32768}
     found = of_deep_ep(make(HIGH_THROUGHPUT, 144, machine=machine, **sizes), machine)
     assert [("NVLink" in entry, "RDMA" in entry) for entry in found] == [(1, 0), (0, 1)]
     for entry in found:
@@ -164,7 +167,7 @@ def test_experts_of_a_node_across_nodes() -> None:
 
 
 def test_a_budget_whose_buffer_is_too_large_names_the_largest_that_is_not() -> None:
-    sizes = {"hidden_size": 7168, "num_experts": 256}
+    sizes: dict[str, Any] = {"hidden_size": 7168, "num_experts": 256}
     (found,) = refusals(make(LOW_LATENCY, 8, 4096, **sizes), ROOMY)
     largest = int(found.rsplit(" ", 1)[1])
     assert "4096 tokens per rank" in found
@@ -193,6 +196,25 @@ def test_qp_depth_that_is_set_too_low(depth: str, tokens: int, parts: tuple[str,
 def test_qp_depth_that_is_enough(depth: str | None, tokens: int) -> None:
     machine = Machine(gpu="some", gpus_per_node=8, qp_depth=depth)
     assert refusals(make(LOW_LATENCY, 8, tokens, machine), machine) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "parts"),
+    [
+        (2, 129, ("2 x 129 is 258", "multiple of 4", "--max-num-batched-tokens to 130")),
+        (1, 126, ("1 x 126 is 126", "multiple of 4", "--max-num-batched-tokens to 128")),
+    ],
+)
+def test_rows_that_do_not_make_whole_packets(
+    ranks: int, tokens: int, parts: tuple[str, ...]
+) -> None:
+    asked = question(make(LOW_LATENCY, ranks), ROOMY)
+    (found,) = deep_ep_refusals(replace(asked, num_tokens=tokens), emulated=False)
+    for part in parts:
+        assert part in found
+    fitting = replace(asked, num_tokens=int(found.rsplit(" ", 1)[1]))
+    assert deep_ep_refusals(fitting, emulated=False) == []
+    assert deep_ep_refusals(replace(asked, num_tokens=tokens), emulated=True) == []
 
 
 def test_all_refusals_come_together() -> None:
@@ -248,7 +270,7 @@ def gpu(memory: int) -> Machine:
 
 
 # 64 experts x 3 x 4096 x 4096 x 2 bytes x 2 layers: 12 GiB in all.
-LARGE = {"moe_intermediate_size": 4096}
+LARGE: dict[str, Any] = {"moe_intermediate_size": 4096}
 
 
 def test_weights_that_do_not_fit_name_how_many_ranks_do() -> None:
