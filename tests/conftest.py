@@ -1,10 +1,16 @@
 """Fixtures of all tests."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.worker_pool import WorkerPool
+
+# Read when triton is imported, which `transformers` does too: so before any test module is.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
