@@ -109,6 +109,7 @@ def check_handle(groups: Groups, load: Load, way: Way, handle: Any) -> None:
     sources = expected_rows(groups, load)
     per_rank = [sum(source <= rank for source, _ in sources) for rank in range(groups.world_size)]
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == per_rank
+    sizes: tuple[int, int, list[int]]
     if way.do_cpu_sync is False:
         rows = groups.world_size * load.num_max_tokens
         most = limits.elastic_expanded_rows(

@@ -63,7 +63,7 @@ def check_placement(
     assert layout_range.shape == (load.num_local(), groups.world_size)
     for local in range(load.num_local()):
         index = groups.rank * load.num_local() + local
-        covered = []
+        covered: list[int] = []
         for source, rows in enumerate(load.rows_by_rank):
             packed = int(layout_range[local, source])
             begin, count = packed >> 32, packed & 0xFFFFFFFF
