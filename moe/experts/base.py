@@ -41,8 +41,10 @@ class ExpertWeights:
 class Experts(Protocol):
     """Computes the local experts of dispatched rows."""
 
-    num_rows: int
-    """(row, expert) pairs computed since the start."""
+    @property
+    def num_rows(self) -> int:
+        """(row, expert) pairs computed since the start. On a GPU it waits for the device."""
+        ...
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """The shape and dtype of `dispatched.hidden`. Standard format: for each row the sum over

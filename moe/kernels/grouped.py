@@ -212,7 +212,7 @@ def gate_up(
         *weights.values.stride()[:2],
         *weights.scales.stride()[:2],
         output.stride(0),
-        **tiling.options(weights.is_fp8),
+        **tiling.options(weights.values.dtype),
     )
     return output
 
@@ -249,7 +249,7 @@ def down(
         *weights.values.stride()[:2],
         *weights.scales.stride()[:2],
         output.stride(0),
-        **tiling.options(weights.is_fp8),
+        **tiling.options(weights.values.dtype),
     )
     return output
 

@@ -180,5 +180,5 @@ def _launch(
         *weights.values.stride()[:2],
         *weights.scales.stride()[:2],
         *output.stride()[:2],
-        **tiling.options(weights.is_fp8),
+        **tiling.options(weights.values.dtype),
     )

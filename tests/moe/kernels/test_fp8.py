@@ -64,7 +64,7 @@ def rounded(rows: torch.Tensor) -> torch.Tensor:
 
 def expected_of(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """[n, D] through one expert, inputs of both products quantised."""
-    gate, up = (rounded(rows) @ gate_up.T).split(SIZE, dim=1)
+    gate, up = (rounded(rows) @ gate_up.T).split_with_sizes([SIZE, SIZE], dim=1)
     return rounded(torch.nn.functional.silu(gate) * up) @ down.T
 
 

@@ -65,9 +65,16 @@ def batched(counts: list[int], dtype: torch.dtype, device: torch.device) -> Disp
 
 
 def on_cpu(dispatched: Dispatched) -> Dispatched:
-    parts = (dispatched.expert_ids, dispatched.expert_weights, dispatched.num_rows_per_expert)
-    moved = [None if part is None else part.cpu() for part in parts]
-    return Dispatched(dispatched.hidden.cpu(), *moved, None)
+    def moved(part: torch.Tensor | None) -> torch.Tensor | None:
+        return None if part is None else part.cpu()
+
+    return Dispatched(
+        dispatched.hidden.cpu(),
+        moved(dispatched.expert_ids),
+        moved(dispatched.expert_weights),
+        moved(dispatched.num_rows_per_expert),
+        None,
+    )
 
 
 @pytest.mark.parametrize("apply_weights", [True, False])
@@ -150,3 +157,25 @@ def test_router_weights_are_not_the_batched_kernel_s_business(device: torch.devi
     with pytest.raises(AssertionError, match="combine applies"):
         experts = TritonBatchedExperts(weights_of(3, torch.float32, device))
         experts(batched([0, 1, 0], torch.float32, device), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_waits_for_the_device() -> None:
+    device = torch.device("cuda")
+    weights = weights_of(3, torch.bfloat16, device)
+    rows = standard(IDS["other ranks"], torch.bfloat16, device)
+    by_expert = batched(COUNTS["several sizes"], torch.bfloat16, device)
+    calls = (
+        (TritonExperts(weights), rows, True),
+        (TorchGroupedExperts(weights), rows, True),
+        (TritonBatchedExperts(weights), by_expert, False),
+    )
+    for experts, dispatched, apply_weights in calls:
+        # The first call compiles.
+        experts(dispatched, apply_weights)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            experts(dispatched, apply_weights)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
