@@ -323,21 +323,39 @@ def test_scales_lie_as_they_are_asked_for(workers: Pools) -> None:
         assert strides == [1, -(-num_rows // 4) * 4]
 
 
-def orders(groups: Groups, load: Load, way: Way) -> list[list[tuple[int, int]]]:
+def orders(groups: Groups, load: Load, way: Way) -> list[list[int]]:
+    """Source rank and token, as one number, of received rows or of those of one expert."""
     buffer = make_buffer(groups, "relaxed", load, way)
     found = []
     for _ in range(4):
         _, _, _, handle, _ = dispatch(buffer, load, groups.rank, way)
-        found.append(sources_of(load, handle))
+        origins = handle.recv_src_metadata[:, 0]
+        if way.do_expand:
+            slots = handle.recv_src_metadata[:, 2:]
+            end = int(handle.psum_num_recv_tokens_per_expert[-1])
+            start = end - int(handle.num_unaligned_recv_tokens_per_expert[-1])
+            rows = [(slots == place).any(dim=1).nonzero().item() for place in range(start, end)]
+            origins = origins[rows]
+        found.append(origins.tolist())
     buffer.destroy()
     return found
 
 
-def test_rows_come_in_no_order_unless_asked(workers: Pools) -> None:
+@pytest.mark.parametrize(
+    ("way", "is_sorted"),
+    [
+        ("compact", False),
+        ("compact_in_order", True),
+        ("expanded", False),
+        ("expanded_in_order", True),
+    ],
+)
+def test_rows_come_in_no_order_unless_asked(workers: Pools, way: str, is_sorted: bool) -> None:
     load = load_of("full", 2, 5, torch.float32)
-    for way, is_sorted in (("compact", False), ("compact_in_order", True)):
-        found = workers(2).run(orders, load, WAYS[way])[0]
+    for found in workers(2).run(orders, load, WAYS[way]):
+        assert len(found[0]) > 2
         assert all(order == sorted(order) for order in found) == is_sorted
+        assert all(sorted(order) == sorted(found[0]) for order in found)
 
 
 def counted(groups: Groups, load: Load) -> list[str]:

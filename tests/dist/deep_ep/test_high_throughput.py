@@ -230,6 +230,20 @@ def test_collectives_are_constant(workers: Pools, name: str) -> None:
     assert workers(2).run(counted, load) == [["all_to_all_single"] * 4] * 2
 
 
+def orders(groups: Groups, load: Load) -> list[list[int]]:
+    """Tokens of the first source rank, as they come in 4 dispatches."""
+    buffer = make_buffer(groups, "relaxed", load)
+    handles = [dispatch(buffer, load, groups.rank)[4] for _ in range(4)]
+    buffer.destroy()
+    return [handle[3][: handle[0][0, groups.rank]].tolist() for handle in handles]
+
+
+def test_rows_of_a_rank_come_in_no_order(workers: Pools) -> None:
+    for found in workers(2).run(orders, load_of("full", 2, 5, torch.float32)):
+        assert len({tuple(order) for order in found}) > 1
+        assert len({tuple(sorted(order)) for order in found}) == 1
+
+
 def refused(groups: Groups, load: Load) -> dict[str, str]:
     """Before any collective, so that a single rank can ask."""
     rows = load.rows_by_rank[groups.rank]
