@@ -9,6 +9,7 @@ from typing import Any
 
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
+from moed.config.quantization import quantization_of
 
 SERVED_MODEL_TYPES = ("mixtral", "qwen3_moe")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -162,13 +163,10 @@ def unserved(raw: Mapping[str, Any], source: Path) -> list[str]:
     if model_type not in SERVED_MODEL_TYPES:
         served = ", ".join(SERVED_MODEL_TYPES)
         found.append(f"{source}: model_type is {model_type!r}; served are {served}")
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        found.append(
-            f"{source}: the weights are quantised ({method or 'unknown method'}), which is not "
-            "served yet; take a checkpoint in " + ", ".join(DTYPES)
-        )
+    try:
+        quantization_of(raw)
+    except ModelError as error:
+        found.append(f"{source}: {error}")
     return found
 
 
