@@ -89,6 +89,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Quantization:
     (scheme,) = groups.values()
     weights = scheme.get("weights") if isinstance(scheme, Mapping) else None
     _refuse(isinstance(weights, Mapping), method, f"weights {weights}")
+    assert isinstance(weights, Mapping)
     activations = scheme.get("input_activations")
     _refuse(activations is None, method, f"input_activations {activations}")
     return _int4(weights, method)

@@ -11,11 +11,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moed.config.errors import ModelError
+from moed.config.quantization import Quantization
+from moed.moe.quantization import PLAIN_DTYPES, Part, StoredWeights, stored_weights
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-# Integers and 8-bit floats are quantized formats, whose scales a plain cast would lose.
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+DTYPE_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+}
+"""By safetensors' names; all others take one byte."""
 # A table that old checkpoints carry, although it follows from config.json.
 DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
@@ -41,13 +47,24 @@ class Source(Protocol):
 
 
 class Checkpoint:
-    """The safetensors files of a folder. Names and shapes are those that `Survey` has checked."""
+    """The safetensors files of a folder. Names and shapes are those that `Survey` has checked.
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    A weight that lies in the files quantised, as its scales beside it show, has the name and shape
+    that it has when it is plain, and is read into plain numbers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None,
+    ) -> None:
         """Raises `ModelError` for files that are missing or corrupt."""
         self.folder = folder
         self.device = device
-        self._dtype = dtype
+        self.dtype = dtype
+        self._stored = stored_weights(quantization)
         self._file_of: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         for path in _files(folder):
@@ -68,82 +85,87 @@ class Checkpoint:
         return set(self._file_of)
 
     def has(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or self.quantized_as(name) is not None
+
+    def quantized_as(self, name: str) -> StoredWeights | None:
+        """The format in which the weight `name` lies in the files; None for a plain one."""
+        stored = self._stored
+        if stored is None:
+            return None
+        numbers = name + stored.suffixes[0]
+        if numbers not in self._file_of:
+            return None
+        is_quantized = numbers != name or self._header(name).get_dtype() == stored.number_dtype
+        return stored if is_quantized else None
+
+    def names_of(self, name: str) -> set[str]:
+        """The tensors that hold the weight `name` together."""
+        stored = self.quantized_as(name)
+        return {name} if stored is None else {name + suffix for suffix in stored.suffixes}
 
     def problem(self, name: str, shape: Sequence[int]) -> str | None:
-        """What is wrong with the tensor that lies under `name`, from its header alone."""
-        found = self._open[self._file_of[name]].get_slice(name)
-        where = f"{name} in {self._file_of[name].name}"
-        if found.get_dtype() not in PLAIN_DTYPES:
-            return f"{where} has dtype {found.get_dtype()}, served are {', '.join(PLAIN_DTYPES)}"
-        if list(found.get_shape()) != list(shape):
-            return f"{where} has shape {found.get_shape()}, config.json asks for {list(shape)}"
+        """What is wrong with the weight that lies under `name`, from headers alone."""
+        stored = self.quantized_as(name)
+        if stored is not None and (obstacle := stored.obstacle(shape)):
+            return f"{name} cannot be {stored.label}: {obstacle}"
+        for part in self._parts(name, shape):
+            if name + part.suffix not in self._file_of:
+                assert stored is not None
+                return f"{name} is stored as {stored.label}, and lacks {name}{part.suffix}"
+            if problem := self._part_problem(name + part.suffix, part):
+                return problem
         return None
+
+    def _part_problem(self, name: str, part: Part) -> str | None:
+        found = self._header(name)
+        where = f"{name} in {self._file_of[name].name}"
+        if found.get_dtype() not in part.dtypes:
+            return f"{where} has dtype {found.get_dtype()}, served are {', '.join(part.dtypes)}"
+        if list(found.get_shape()) != list(part.shape):
+            return f"{where} has shape {found.get_shape()}, config.json asks for {list(part.shape)}"
+        return None
+
+    def _parts(self, name: str, shape: Sequence[int]) -> tuple[Part, ...]:
+        stored = self.quantized_as(name)
+        return (Part("", PLAIN_DTYPES, tuple(shape)),) if stored is None else stored.parts(shape)
+
+    def stored_bytes(self, name: str, shape: Sequence[int]) -> int:
+        """Bytes of the files that hold the weight `name` of `shape`; a row of it has its share."""
+        return sum(
+            math.prod(part.shape) * DTYPE_BYTES.get(self._header(name + part.suffix).get_dtype(), 1)
+            for part in self._parts(name, shape)
+        )
+
+    def _header(self, name: str) -> Any:
+        return self._open[self._file_of[name]].get_slice(name)
 
     def get(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """See `Source.get`. On a CPU, and in the dtype of the file, it stays a view of the file."""
-        tensor: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
-        return tensor.to(self.device, self._dtype)
+        read = [
+            self._open[self._file_of[name + part.suffix]].get_tensor(name + part.suffix)
+            for part in self._parts(name, shape)
+        ]
+        return self._plain(name, read, shape)
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         """See `Source.get_row`."""
-        tensor: torch.Tensor = self._open[self._file_of[name]].get_slice(name)[row]
-        return tensor.to(self.device, self._dtype)
+        read = [self._header(name + part.suffix)[row] for part in self._parts(name, shape)]
+        return self._plain(name, read, shape[1:])
+
+    def _plain(self, name: str, read: list[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        stored = self.quantized_as(name)
+        if stored is None:
+            return read[0].to(self.device, self.dtype)
+        # Float32 in between, for one tensor at a time.
+        moved = [part.to(self.device) for part in read]
+        return stored.dequantize(moved, shape).to(self.dtype)
 
     def skip(self, name: str) -> None:
         """Nothing to do."""
 
 
-class Survey:
-    """Goes over a checkpoint before anything is read, and names all that does not fit at once."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.device = torch.device("meta")
-        self._checkpoint = checkpoint
-        self._missing: list[str] = []
-        self._wrong: list[str] = []
-        self._known: set[str] = set()
-
-    def has(self, name: str) -> bool:
-        return self._checkpoint.has(name)
-
-    def get(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor without storage."""
-        if name not in self._known:
-            self._known.add(name)
-            if not self._checkpoint.has(name):
-                self._missing.append(name)
-            elif problem := self._checkpoint.problem(name, shape):
-                self._wrong.append(problem)
-        return torch.empty(tuple(shape), device=self.device)
-
-    def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
-        return self.get(name, shape)[row]
-
-    def skip(self, name: str) -> None:
-        self._known.add(name)
-
-    def finish(self) -> None:
-        """Raises `ModelError` naming missing, misshapen and unused tensors."""
-        unused = sorted(
-            name
-            for name in self._checkpoint.names - self._known
-            if not name.endswith(DERIVED_SUFFIX)
-        )
-        problems = [
-            f"{what} {_first(names)}"
-            for what, names in (
-                ("tensors are missing:", self._missing),
-                ("tensors do not fit:", self._wrong),
-                ("tensors are not used by the model that config.json describes:", unused),
-            )
-            if names
-        ]
-        if problems:
-            raise ModelError(f"{self._checkpoint.folder}: " + "; ".join(problems))
-
-
-def _first(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
+    """Enough of them to see what they are."""
     rest = len(names) - 8
     return ", ".join(names[:8]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -165,8 +187,8 @@ def _files(folder: Path) -> list[Path]:
         missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelError(
-            f"{folder} lacks {_first(missing)}: weights are read from {SINGLE_FILE}, or from the "
-            f"files that {INDEX} lists; download the checkpoint again"
+            f"{folder} lacks {first_names(missing)}: weights are read from {SINGLE_FILE}, or from "
+            f"the files that {INDEX} lists; download the checkpoint again"
         )
     return [folder / name for name in names]
 

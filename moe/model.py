@@ -1,11 +1,13 @@
 """From a checkpoint to a `Decoder` that holds this rank's experts."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from moed.config.engine_config import EngineConfig
+from moed.config.quantization import quantization_of
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.placement import ExpertPlacement
@@ -13,10 +15,13 @@ from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
 from moed.moe.experts import Experts, ExpertWeights, make_experts
 from moed.moe.families import DecoderFeatures, FusedNames, Names, family_of
 from moed.moe.fused_moe import FusedMoE
-from moed.moe.loader import Checkpoint, Dummy, Source, Survey
+from moed.moe.loader import Checkpoint, Dummy, Source
 from moed.moe.progress import layer_progress
+from moed.moe.survey import Survey
 
 __all__ = ["Decoder", "load_model"]
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -41,11 +46,14 @@ def load_model(
     if config.model.load_format == "dummy":
         source = Dummy(config.model.seed, dtype, device)
     else:
-        source = Checkpoint(Path(config.model.path), dtype, device)
+        quantization = quantization_of(config.model.hf_config)
+        source = Checkpoint(Path(config.model.path), dtype, device, quantization)
         # Once without reading, so that all that does not fit is told together, before any work.
         survey = Survey(source)
         build(survey, lambda _: None)
         survey.finish()
+        if groups.rank == 0 and (summary := survey.summary()):
+            logger.info("%s", summary)
     with layer_progress(config.model.num_layers, report, groups.rank) as on_layer:
         return build(source, on_layer)
 

@@ -1,0 +1,90 @@
+"""Going over a checkpoint before anything is read."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from moed.config.errors import ModelError
+from moed.config.sizes import format_bytes
+from moed.moe.loader import DERIVED_SUFFIX, Checkpoint, first_names
+
+
+class Survey:
+    """A `Source` without contents: names all that does not fit at once, and adds up bytes."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.device = torch.device("meta")
+        self._checkpoint = checkpoint
+        self._missing: list[str] = []
+        self._wrong: list[str] = []
+        self._known: set[str] = set()
+        self._asked: set[str] = set()
+        self._stored_as: set[str] = set()
+        self.stored_bytes = 0
+        """Of what this rank reads, in the files."""
+        self.loaded_bytes = 0
+        """Of the same in memory."""
+
+    def has(self, name: str) -> bool:
+        return self._checkpoint.has(name)
+
+    def get(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor without storage."""
+        return self._read(name, shape, tuple(shape))
+
+    def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
+        return self._read(name, shape, tuple(shape[1:]))
+
+    def _read(self, name: str, shape: Sequence[int], wanted: tuple[int, ...]) -> torch.Tensor:
+        """`wanted`: the shape of what is read of the weight `name` of `shape`."""
+        if name not in self._asked:
+            self._asked.add(name)
+            self._known |= self._checkpoint.names_of(name)
+            if not self._checkpoint.has(name):
+                self._missing.append(name)
+            elif problem := self._checkpoint.problem(name, shape):
+                self._wrong.append(problem)
+        if not self._missing and not self._wrong:
+            self._count(name, shape, math.prod(wanted))
+        return torch.empty(wanted, device=self.device)
+
+    def _count(self, name: str, shape: Sequence[int], num_wanted: int) -> None:
+        stored_bytes = self._checkpoint.stored_bytes(name, shape)
+        self.stored_bytes += stored_bytes * num_wanted // max(math.prod(shape), 1)
+        self.loaded_bytes += num_wanted * self._checkpoint.dtype.itemsize
+        if stored_as := self._checkpoint.quantized_as(name):
+            self._stored_as.add(stored_as.label)
+
+    def skip(self, name: str) -> None:
+        self._known |= self._checkpoint.names_of(name)
+
+    def finish(self) -> None:
+        """Raises `ModelError` naming missing, misshapen and unused tensors."""
+        unused = sorted(
+            name
+            for name in self._checkpoint.names - self._known
+            if not name.endswith(DERIVED_SUFFIX)
+        )
+        problems = [
+            f"{what} {first_names(names)}"
+            for what, names in (
+                ("tensors are missing:", self._missing),
+                ("tensors do not fit:", self._wrong),
+                ("tensors are not used by the model that config.json describes:", unused),
+            )
+            if names
+        ]
+        if problems:
+            raise ModelError(f"{self._checkpoint.folder}: " + "; ".join(problems))
+
+    def summary(self) -> str | None:
+        """One line on weights that are converted as they are loaded; None where none are."""
+        if not self._stored_as:
+            return None
+        dtype = str(self._checkpoint.dtype).removeprefix("torch.")
+        return (
+            f"the checkpoint is quantised ({', '.join(sorted(self._stored_as))}) and converted to "
+            f"{dtype} as it is loaded: {format_bytes(self.stored_bytes)} in its files become "
+            f"{format_bytes(self.loaded_bytes)} of memory on each rank"
+        )
