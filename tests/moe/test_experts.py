@@ -1,5 +1,8 @@
 """Experts equal an obvious reference, and cost what their rows cost."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -166,3 +169,15 @@ def test_a_kernel_that_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch)
         make_experts(ActivationFormat.BATCHED, "cuda", weights_of(2, torch.float32))
     # The standard format needs no kernel of ours.
     make_experts(ActivationFormat.STANDARD, "cuda", weights_of(2, torch.float32))
+
+
+def test_a_machine_without_triton_is_enough() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch, moed.moe.model;"
+        "from moed.config.capabilities import ActivationFormat as Format;"
+        "from moed.moe.experts import ExpertWeights, make_experts;"
+        "weights = ExpertWeights.plain(torch.ones(1, 2, 1), torch.ones(1, 1, 1));"
+        "[make_experts(format, 'cpu', weights) for format in Format]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
