@@ -51,6 +51,10 @@ class BackendCapabilities:
     max_top_k: int | None = None
     max_tokens_per_rank: int | None = None
     """Largest capacity (tokens per rank and step); None means bounded by memory alone."""
+    received_rows_multiple: int = 1
+    """Ranks x capacity must be a multiple of this."""
+    can_shard_experts: bool = False
+    """Serves without expert parallelism, where every rank holds a part of each expert."""
     description: str = ""
     deep_ep_mode: DeepEPMode | None = None
     """None: needs no library but torch."""

@@ -51,7 +51,7 @@ def question(config: EngineConfig, machine: Machine) -> Question:
         mode=mode,
         model=config.model.model,
         num_ranks=moe.expert_parallel_size,
-        tensor_parallel_size=moe.expert_parallel_size // config.parallel.data_parallel_size,
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
         num_tokens=dispatch_capacity(config),
         num_experts=moe.num_experts,
         top_k=moe.top_k,
@@ -64,8 +64,4 @@ def question(config: EngineConfig, machine: Machine) -> Question:
 
 def dispatch_capacity(config: EngineConfig) -> int:
     """N: what one rank of the expert-parallel group sends at most in one step."""
-    moe = config.fused_moe
-    found = getattr(moe, "dispatch_capacity", None)
-    if found is not None:
-        return int(found)
-    return -(-moe.max_num_tokens * config.parallel.data_parallel_size // moe.expert_parallel_size)
+    return config.fused_moe.dispatch_capacity

@@ -5,6 +5,7 @@ The token budget B is written once, in `SchedulerConfig.max_num_batched_tokens`;
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -18,8 +19,12 @@ class ParallelConfig:
     """How many processes there are and how rows travel between them."""
 
     data_parallel_size: int
+    tensor_parallel_size: int
+    """T: processes of one DP rank. Global ranks are dp-major: DP rank x T + member."""
+    enable_expert_parallel: bool
+    """Experts are spread over all processes; otherwise each holds a shard of every expert."""
     num_local_ranks: int
-    """DP ranks on this node."""
+    """Processes on this node."""
     backend: BackendCapabilities
     device: str
     """"cpu" or "cuda"."""
@@ -29,9 +34,14 @@ class ParallelConfig:
     """Bound on any one collective."""
 
     @property
+    def world_size(self) -> int:
+        """All processes: DP x TP. Rows are exchanged between all of them."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
     def expert_parallel_size(self) -> int:
-        """Ranks over which experts are spread: all of them."""
-        return self.data_parallel_size
+        """Processes over which experts are spread: all of them, or 1 when each holds a shard."""
+        return self.world_size if self.enable_expert_parallel else 1
 
     @property
     def use_batched_dp_moe(self) -> bool:
@@ -71,6 +81,11 @@ class FusedMoEConfig:
     max_num_tokens: int
     """B, from `SchedulerConfig.max_num_batched_tokens`."""
     expert_parallel_size: int
+    """Processes that exchange rows: DP x TP."""
+    dispatch_capacity: int
+    """N, rows that one process sends at most: its share of B, ceil(B / TP), raised until R x N is
+    the multiple that the backend asks for.
+    """
 
     def __init__(
         self,
@@ -81,6 +96,8 @@ class FusedMoEConfig:
         intermediate_size: int,
         expert_parallel_size: int,
         max_num_tokens: int | None = None,
+        tensor_parallel_size: int = 1,
+        received_rows_multiple: int = 1,
     ) -> None:
         if max_num_tokens is None or max_num_tokens < 1:
             raise ConfigError(
@@ -95,13 +112,23 @@ class FusedMoEConfig:
             "intermediate_size": intermediate_size,
             "max_num_tokens": max_num_tokens,
             "expert_parallel_size": expert_parallel_size,
+            "dispatch_capacity": _dispatch_capacity(
+                max_num_tokens, tensor_parallel_size, expert_parallel_size, received_rows_multiple
+            ),
         }.items():
             object.__setattr__(self, name, value)
 
     @property
     def max_num_received_rows(self) -> int:
         """Bound on the rows one rank's experts see in one step, after an all-gather."""
-        return self.expert_parallel_size * self.max_num_tokens
+        return self.expert_parallel_size * self.dispatch_capacity
+
+
+def _dispatch_capacity(num_tokens: int, num_members: int, num_ranks: int, multiple: int) -> int:
+    capacity = -(-num_tokens // num_members)
+    # N must be a multiple of what the number of ranks does not bring along itself.
+    step = multiple // math.gcd(multiple, num_ranks)
+    return -(-capacity // step) * step
 
 
 @dataclass(frozen=True)
@@ -194,8 +221,10 @@ class EngineConfig:
             top_k=self.model.top_k,
             hidden_size=self.model.hidden_size,
             intermediate_size=self.model.moe_intermediate_size,
-            expert_parallel_size=self.parallel.expert_parallel_size,
+            expert_parallel_size=self.parallel.world_size,
             max_num_tokens=self.scheduler.max_num_batched_tokens,
+            tensor_parallel_size=self.parallel.tensor_parallel_size,
+            received_rows_multiple=self.parallel.backend.received_rows_multiple,
         )
 
     def agreement_items(self) -> dict[str, str]:
@@ -208,6 +237,8 @@ class EngineConfig:
             "block_size": self.cache.block_size,
             "all2all_backend": self.parallel.backend.name,
             "data_parallel_size": self.parallel.data_parallel_size,
+            "tensor_parallel_size": self.parallel.tensor_parallel_size,
+            "enable_expert_parallel": self.parallel.enable_expert_parallel,
             "device": self.parallel.device,
             "model": self.model.model,
             "revision": self.model.revision,

@@ -175,7 +175,7 @@ def workspace_items(config: EngineConfig, backend: BackendCapabilities) -> list[
         what = f"{rows} rows x (2 x {moe.intermediate_size} + {moe.hidden_size}) x {size} B"
         items.append(Item("gate, up and results", made, what))
     else:
-        num_local = -(-moe.num_experts // moe.expert_parallel_size)
+        num_local = -(-moe.num_experts // config.parallel.expert_parallel_size)
         choices = min(moe.top_k, num_local)
         pair = moe.hidden_size * (size + FLOAT_BYTES) + inner
         what = f"{rows} rows x {choices} choices x {pair} B (rows, gate and up, sums in float32)"

@@ -41,7 +41,7 @@ def refusals(config: EngineConfig, machine: Machine) -> list[str]:
 
 
 def _of_nodes(config: EngineConfig, machine: Machine) -> Iterator[str]:
-    ranks, nodes = config.parallel.expert_parallel_size, machine.num_nodes
+    ranks, nodes = config.parallel.world_size, machine.num_nodes
     if nodes > 1:
         yield (
             f"{nodes} nodes: several are not served yet; take 1, and as many ranks as it has GPUs"
@@ -150,7 +150,7 @@ def _what_fits(config: EngineConfig, machine: Machine) -> str:
     if tokens:
         return f"lower --max-num-batched-tokens to at most {tokens}"
     parallel = config.parallel
-    tensor = parallel.expert_parallel_size // parallel.data_parallel_size
+    tensor = parallel.tensor_parallel_size
     for size in range(parallel.data_parallel_size + 1, config.model.num_experts // tensor + 1):
         wider = replace(config, parallel=replace(parallel, data_parallel_size=size))
         even = config.model.num_experts % (size * tensor) == 0

@@ -24,6 +24,8 @@ from moed.config.machine import Machine
 from moed.config.model import BUNDLED_NAME, bundled_checkpoint, load_model_config
 from moed.config.settings import ServeSettings
 
+SHARDING_BACKEND = "allgather_reducescatter"
+
 Decided = dict[str, tuple[Any, str]]
 """Setting's name → (value, why), for what was left to be decided."""
 
@@ -95,6 +97,7 @@ def assemble(
         fault_injection=settings.fault_injection,
     )
     _check_lengths(settings, model)
+    _check_heads(settings.tensor_parallel_size, model)
     if settings.max_model_len is None:
         longest = model.max_position_embeddings
         if not settings.enable_chunked_prefill:
@@ -110,35 +113,31 @@ def _parallel(
     here: Machine,
     decided: Decided,
 ) -> ParallelConfig:
-    if settings.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {settings.tensor_parallel_size}: only 1 is served today, and "
-            "more comes later. Spread over --data-parallel-size ranks instead: experts are spread "
-            "over all of them"
-        )
-    size = settings.data_parallel_size
-    if size > 1 and not settings.enable_expert_parallel:
-        raise ConfigError(
-            f"enable_expert_parallel is off and data_parallel_size is {size}: with more than one "
-            "rank experts are always spread over all of them. Remove --no-enable-expert-parallel"
-        )
+    num_processes = _num_processes(settings)
     device = _device(settings, here, decided)
     num_threads = settings.num_threads
     if num_threads is None:
         cores = environ.available_cores()
-        num_threads = max(1, cores // size)
+        num_threads = max(1, cores // num_processes)
         decided["num_threads"] = (
             num_threads,
-            f"{_plural(cores, 'core')} for {_plural(size, 'rank')}",
+            f"{_plural(cores, 'core')} for {_plural(num_processes, 'rank')}",
         )
     return ParallelConfig(
-        data_parallel_size=size,
-        num_local_ranks=size,
+        data_parallel_size=settings.data_parallel_size,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        # One process holds whole experts whatever is asked for.
+        enable_expert_parallel=settings.enable_expert_parallel or num_processes == 1,
+        num_local_ranks=num_processes,
         backend=_backend(settings, capabilities, device, decided),
         device=device,
         num_threads=num_threads,
         distributed_timeout_s=settings.distributed_timeout,
     )
+
+
+def _num_processes(settings: ServeSettings) -> int:
+    return settings.data_parallel_size * settings.tensor_parallel_size
 
 
 def _device(settings: ServeSettings, here: Machine, decided: Decided) -> str:
@@ -161,11 +160,14 @@ def _backend(
     device: str,
     decided: Decided,
 ) -> BackendCapabilities:
-    size = settings.data_parallel_size
+    size, is_sharded = _num_processes(settings), not settings.enable_expert_parallel
+    is_sharded &= size > 1
     name = settings.all2all_backend
     if name == "auto":
-        name = "local" if size == 1 else "all2allv"
-        decided["all2all_backend"] = (name, _plural(size, "rank"))
+        name, why = ("local" if size == 1 else "all2allv"), _plural(size, "rank")
+        if is_sharded:
+            name, why = SHARDING_BACKEND, "expert parallelism is off"
+        decided["all2all_backend"] = (name, why)
     if name not in capabilities:
         raise ConfigError(
             f"all2all_backend is {name!r}: available are auto, {', '.join(sorted(capabilities))}"
@@ -174,13 +176,21 @@ def _backend(
     usable = sorted(
         other.name
         for other in capabilities.values()
-        if device in other.devices and (size == 1 or other.requires_expert_parallel)
+        if device in other.devices
+        and (size == 1 or other.requires_expert_parallel)
+        and (other.can_shard_experts or not is_sharded)
     )
     instead = f"; take --all2all-backend auto, or one of {', '.join(usable)}"
     if size > 1 and not backend.requires_expert_parallel:
         raise ConfigError(
-            f"all2all_backend is {name!r}, which serves one rank, and data_parallel_size is {size}"
-            + instead
+            f"all2all_backend is {name!r}, which serves one rank, and data_parallel_size "
+            f"{settings.data_parallel_size} x tensor_parallel_size "
+            f"{settings.tensor_parallel_size} are {size}{instead}"
+        )
+    if is_sharded and not backend.can_shard_experts:
+        raise ConfigError(
+            f"enable_expert_parallel is off, and all2all_backend {name!r} carries rows to whole "
+            f"experts only{instead}"
         )
     if device not in backend.devices:
         raise ConfigError(
@@ -266,6 +276,22 @@ def _model(settings: ServeSettings, decided: Decided, weights: bool) -> ModelCon
     if settings.dtype == "auto":
         decided["dtype"] = (model.dtype, "the checkpoint's")
     return model
+
+
+def _check_heads(num_members: int, model: ModelConfig) -> None:
+    """Each member of a tensor-parallel group takes the same number of heads."""
+    heads, kv_heads = model.num_attention_heads, model.num_kv_heads
+    fitting = [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    ]
+    if num_members not in fitting:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_members}, and {model.model} has {heads} attention heads "
+            f"and {kv_heads} KV heads, which do not divide evenly; take one of "
+            f"{', '.join(map(str, fitting))}"
+        )
 
 
 def _check_lengths(settings: ServeSettings, model: ModelConfig) -> None:

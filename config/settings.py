@@ -79,9 +79,17 @@ class ServeSettings:
         short="-dp",
         minimum=1,
     )
-    tensor_parallel_size: int = option(1, "only 1 today", group=PARALLEL, short="-tp", minimum=1)
+    tensor_parallel_size: int = option(
+        1,
+        "processes that share the attention heads of one data-parallel rank",
+        group=PARALLEL,
+        short="-tp",
+        minimum=1,
+    )
     enable_expert_parallel: bool = option(
-        True, "experts are always spread over all ranks", group=PARALLEL
+        True,
+        "spread whole experts over all processes; off: each holds a shard of every expert",
+        group=PARALLEL,
     )
     all2all_backend: str = option(
         "auto",

@@ -54,7 +54,10 @@ def _num_weights(config: EngineConfig) -> dict[str, int]:
     hidden, table = model.hidden_size, model.vocab_size * model.hidden_size
     num_moe = sum(moe_layers(model))
     num_dense = model.num_layers - num_moe
-    num_local = -(-moe.num_experts // moe.expert_parallel_size)
+    num_local = -(-moe.num_experts // config.parallel.expert_parallel_size)
+    inner = model.moe_intermediate_size
+    if not config.parallel.enable_expert_parallel:
+        inner = -(-inner // config.parallel.world_size)
     is_tied = bool(model.hf_config.get("tie_word_embeddings", False))
     # Two norms of D in each layer, and one at the end.
     norms = (2 * model.num_layers + 1) * hidden
@@ -62,7 +65,7 @@ def _num_weights(config: EngineConfig) -> dict[str, int]:
         "embedding": table,
         "attention": model.num_layers * _attention(config) + norms,
         "router": num_moe * (model.num_experts * hidden + _router_extras(model)),
-        "experts": num_moe * num_local * 3 * hidden * model.moe_intermediate_size,
+        "experts": num_moe * num_local * 3 * hidden * inner,
         "shared experts": num_moe * 3 * hidden * shared_intermediate_size(model),
         "dense MLP": num_dense * 3 * hidden * _count(model.hf_config, "intermediate_size"),
         "head": 0 if is_tied else table,
@@ -129,7 +132,7 @@ def _latent_attention(model: ModelConfig, latent: Latent, heads: int) -> int:
 
 def tensor_parallel_size(config: EngineConfig) -> int:
     """Ranks that share the attention heads of one data-parallel rank."""
-    return config.parallel.expert_parallel_size // config.parallel.data_parallel_size
+    return config.parallel.tensor_parallel_size
 
 
 def local_kv_heads(config: EngineConfig) -> int:

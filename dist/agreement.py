@@ -78,10 +78,11 @@ class Decision:
     more than it holds or none."""
 
 
-def decide(records: Sequence[StepRecord]) -> Decision:
+def decide(records: Sequence[StepRecord], tensor_parallel_size: int) -> Decision:
     """What follows from the records of one step; the same on every rank.
 
-    Raises `RankMismatch` when step ids or digests differ, `PeerLost` when a rank says it failed.
+    Raises `RankMismatch` when step ids or digests differ, or members of one DP rank in their
+    tokens, `PeerLost` when a rank says it failed.
     """
     for key in ("step_id", "config_digest"):
         values = {getattr(record, key) for record in records}
@@ -96,6 +97,7 @@ def decide(records: Sequence[StepRecord]) -> Decision:
     failed = [rank for rank, record in enumerate(records) if record.state is RankState.FAILED]
     if failed:
         raise PeerLost(f"rank {failed[0]} has failed; its own error says why")
+    _check_members(records, tensor_parallel_size)
     if all(record.state is RankState.STOPPING for record in records):
         return Decision(DecisionKind.STOP)
     is_idle = all(record.state is RankState.IDLE and record.num_tokens == 0 for record in records)
@@ -103,6 +105,17 @@ def decide(records: Sequence[StepRecord]) -> Decision:
         return Decision(DecisionKind.SLEEP)
     buckets = [record.graph_bucket for record in records if record.num_tokens]
     return Decision(DecisionKind.RUN, max(buckets) if buckets and all(buckets) else 0)
+
+
+def _check_members(records: Sequence[StepRecord], tensor_parallel_size: int) -> None:
+    for rank, record in enumerate(records):
+        leader = rank // tensor_parallel_size * tensor_parallel_size
+        expected = records[leader].num_tokens
+        if record.num_tokens != expected:
+            raise RankMismatch(
+                f"rank {leader} runs {expected} tokens in step {record.step_id}, and rank {rank}, "
+                f"which computes the same tokens with it, {record.num_tokens}"
+            )
 
 
 @dataclass(frozen=True)
@@ -141,10 +154,12 @@ class Agreement:
         """Collective, once per step. Raises `RankMismatch` or `PeerLost`, on every rank alike."""
         own = StepRecord(step_id, num_tokens, state, wake_number, graph_bucket, self._config_digest)
         records = self._gather(own)
-        decision = decide(records)
-        sizes = torch.tensor([record.num_tokens for record in records], dtype=torch.int32)
+        decision = decide(records, self._parallel.tensor_parallel_size)
+        # The first member speaks for its DP rank; `decide` has seen that the others say the same.
+        leaders = records[:: self._parallel.tensor_parallel_size]
+        sizes = torch.tensor([record.num_tokens for record in leaders], dtype=torch.int32)
         dp_metadata = DPMetadata.make(
-            self._parallel, num_tokens, sizes, rank=self._groups.rank, step_id=step_id
+            self._parallel, num_tokens, sizes, rank=self._groups.data_parallel_rank, step_id=step_id
         )
         return Agreed(decision, dp_metadata, records)
 

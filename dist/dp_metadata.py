@@ -23,6 +23,7 @@ class DPMetadata:
     num_tokens_across_dp_cpu: torch.Tensor
     """[dp] int32, on the CPU."""
     rank: int
+    """DP rank."""
     step_id: int
     _scope: _SizeScope = field(default_factory=_SizeScope, repr=False, compare=False)
 
@@ -74,6 +75,13 @@ class DPMetadata:
             yield self._scope.sizes
         finally:
             self._scope.sizes = before
+
+    @property
+    def row_sizes(self) -> list[int]:
+        """Rows that each process sends from one MoE layer: the sizes of the open scope, or without
+        one the tokens of each rank.
+        """
+        return self.local_sizes if self._scope.sizes is None else self._scope.sizes
 
     def get_chunk_sizes_across_dp_rank(self) -> list[int] | None:
         """The sizes of the open `sp_local_sizes` scope, None outside one."""

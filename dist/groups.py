@@ -44,6 +44,8 @@ class Groups:
         cpu: dist.ProcessGroup,
         device: dist.ProcessGroup,
         agreement: dist.ProcessGroup,
+        tensor: dist.ProcessGroup | None,
+        tensor_size: int,
     ) -> None:
         self.rank = environment.rank
         self.world_size = environment.world_size
@@ -53,6 +55,11 @@ class Groups:
         self.device = device
         self.agreement = agreement
         """For the agreement alone, so that it never queues behind a model's collectives."""
+        self.tensor = tensor
+        """The processes of this DP rank, on either device; None when it is one alone."""
+        self.tensor_size = tensor_size
+        self.tensor_rank = environment.rank % tensor_size
+        self.data_parallel_rank = environment.rank // tensor_size
         self._is_closed = False
 
     def close(self) -> None:
@@ -116,7 +123,24 @@ def init_groups(
         assert world is not None
         # A second communicator, so that the agreement never waits behind the model's collectives.
         agreement = dist.new_group(timeout=timeout, backend="nccl") if on_gpu else world
-    return Groups(environment, parallel.device, world, world, agreement)
+        tensor = _tensor_group(environment.rank, parallel, timeout)
+    size = parallel.tensor_parallel_size
+    return Groups(environment, parallel.device, world, world, agreement, tensor, size)
+
+
+def _tensor_group(
+    rank: int, parallel: ParallelConfig, timeout: datetime.timedelta
+) -> dist.ProcessGroup | None:
+    """Collective: every process makes every group, in the same order."""
+    size, own = parallel.tensor_parallel_size, None
+    if size == 1:
+        return None
+    for first in range(0, parallel.world_size, size):
+        members = list(range(first, first + size))
+        group = dist.new_group(members, timeout=timeout)
+        if rank in members:
+            own = group
+    return own
 
 
 def _loopback_name() -> str:

@@ -5,11 +5,14 @@ A new backend is one entry here and one file in `all2all/`; nothing else keeps a
 
 from typing import TYPE_CHECKING
 
-from moed.config.capabilities import ActivationFormat, BackendCapabilities
+from moed.config import deep_ep_limits as limits
+from moed.config.capabilities import ActivationFormat, BackendCapabilities, DeepEPMode
 from moed.config.engine_config import FusedMoEConfig
 from moed.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from moed.dist.all2all.base import All2AllBackend
@@ -35,6 +38,7 @@ _DECLARATIONS = (
         applies_router_weights=False,
         collectives_per_layer=2,
         graph_safe=False,
+        can_shard_experts=True,
         description="every rank sees the rows of all ranks; ragged sizes, no padding",
     ),
     BackendCapabilities(
@@ -46,6 +50,41 @@ _DECLARATIONS = (
         collectives_per_layer=3,
         graph_safe=False,
         description="a row travels once to each rank that holds one of its experts",
+    ),
+    BackendCapabilities(
+        name="deepep_low_latency",
+        activation_format=ActivationFormat.BATCHED,
+        devices=frozenset({"cpu", "cuda"}),
+        requires_expert_parallel=True,
+        applies_router_weights=True,
+        collectives_per_layer=4,
+        graph_safe=True,
+        max_top_k=limits.LOW_LATENCY_MAX_TOP_K,
+        received_rows_multiple=limits.LOW_LATENCY_ROWS_MULTIPLE,
+        deep_ep_mode=DeepEPMode.LOW_LATENCY,
+        description="DeepEP's low-latency kernels, for decode; each expert has room for all rows",
+    ),
+    BackendCapabilities(
+        name="deepep_high_throughput",
+        activation_format=ActivationFormat.STANDARD,
+        devices=frozenset({"cpu", "cuda"}),
+        requires_expert_parallel=True,
+        applies_router_weights=False,
+        collectives_per_layer=4,
+        graph_safe=False,
+        deep_ep_mode=DeepEPMode.HIGH_THROUGHPUT,
+        description="DeepEP's high-throughput kernels, for long prompts",
+    ),
+    BackendCapabilities(
+        name="deepep_v2",
+        activation_format=ActivationFormat.STANDARD,
+        devices=frozenset({"cpu", "cuda"}),
+        requires_expert_parallel=True,
+        applies_router_weights=False,
+        collectives_per_layer=4,
+        graph_safe=False,
+        deep_ep_mode=DeepEPMode.ELASTIC,
+        description="DeepEP's ElasticBuffer, for prompts and decode",
     ),
 )
 
@@ -64,12 +103,8 @@ def create_backend(
     device: "torch.device",
 ) -> "All2AllBackend":
     """Make the backend `name` for this process, once. Raises `ConfigError` for an unknown name, or
-    when it cannot serve this many ranks.
+    when it cannot serve this many ranks or cannot be loaded. Collective for DeepEP's.
     """
-    from moed.dist.all2all.all2allv import All2AllV
-    from moed.dist.all2all.allgather import AllGatherReduceScatter
-    from moed.dist.all2all.local import Local
-
     declared = capabilities()
     if name not in declared:
         raise ConfigError(f"all2all backend {name!r} is unknown; known are {', '.join(declared)}")
@@ -78,7 +113,32 @@ def create_backend(
             f"experts are placed on {placement.num_ranks} ranks, but there are {groups.world_size}"
         )
     if name == "local":
+        from moed.dist.all2all.local import Local
+
         return Local(declared[name], groups)
-    if name == "allgather_reducescatter":
-        return AllGatherReduceScatter(declared[name], groups, placement, fused_moe, dtype, device)
-    return All2AllV(declared[name], groups, placement, fused_moe, dtype, device)
+    arguments = (declared[name], groups, placement, fused_moe, dtype, device)
+    return _constructor(name)(*arguments)
+
+
+def _constructor(name: str) -> "Callable[..., All2AllBackend]":
+    match name:
+        case "allgather_reducescatter":
+            from moed.dist.all2all.allgather import AllGatherReduceScatter
+
+            return AllGatherReduceScatter
+        case "all2allv":
+            from moed.dist.all2all.all2allv import All2AllV
+
+            return All2AllV
+        case "deepep_low_latency":
+            from moed.dist.all2all.deepep_low_latency import DeepEPLowLatency
+
+            return DeepEPLowLatency
+        case "deepep_high_throughput":
+            from moed.dist.all2all.deepep_high_throughput import DeepEPHighThroughput
+
+            return DeepEPHighThroughput
+        case _:
+            from moed.dist.all2all.deepep_v2 import DeepEPV2
+
+            return DeepEPV2

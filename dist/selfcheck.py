@@ -6,13 +6,12 @@ refused here instead, naming rank and row.
 
 import torch
 
-from moed.config.capabilities import ActivationFormat
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import MoedError
 from moed.dist.all2all.base import All2AllBackend, Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement
+from moed.dist.placement import ExpertPlacement, SlotMap
 
 MAX_ROWS = 7
 # Relative: one rounding of the result, and of the partial sums on their way.
@@ -23,12 +22,11 @@ def check_backend(
     backend: All2AllBackend, groups: Groups, config: EngineConfig, placement: ExpertPlacement
 ) -> None:
     """Collective. Raises `MoedError` naming the rank and its first wrong row."""
-    if backend.capabilities.activation_format is not ActivationFormat.STANDARD:
-        raise MoedError(f"backend {backend.capabilities.name}: its format has no self-check yet")
     fused_moe = config.fused_moe
     # Ragged, and the last rank sends nothing.
     sizes = [
-        min(2 + 3 * rank, MAX_ROWS, fused_moe.max_num_tokens) for rank in range(groups.world_size)
+        min(2 + 3 * rank, MAX_ROWS, fused_moe.dispatch_capacity)
+        for rank in range(groups.world_size)
     ]
     if groups.world_size > 1:
         sizes[-1] = 0
@@ -41,16 +39,12 @@ def check_backend(
     topk_ids = spread_ids(num_rows, groups.rank, top_k, fused_moe.num_experts).to(device)
     choices = torch.arange(top_k, device=device)[None]
     topk_weights = ((choices + 1) / (top_k + rows % 3)).float()
-    metadata = DPMetadata.make(
-        config.parallel,
-        num_rows,
-        torch.tensor(sizes, dtype=torch.int32),
-        rank=groups.rank,
-        step_id=-1,
+    metadata = DPMetadata(torch.tensor(sizes, dtype=torch.int32), groups.rank, step_id=-1)
+    slot_ids = SlotMap(placement, groups.rank, device).to_slots(topk_ids)
+    dispatched = backend.dispatch(hidden, slot_ids, topk_weights, metadata)
+    combined = backend.combine(
+        _scaled(dispatched, _factors(placement, groups.rank, device)), dispatched
     )
-    dispatched = backend.dispatch(hidden, topk_ids, topk_weights, metadata)
-    factors = torch.tensor(placement.local_expert_ids(groups.rank), device=device) + 1
-    combined = backend.combine(_scaled(dispatched, factors), dispatched)
     factor = (topk_weights * (topk_ids + 1)).sum(dim=1, keepdim=True)
     expected = hidden.float() * factor
     _compare(combined, expected, dtype, groups.rank, backend.capabilities.name)
@@ -66,8 +60,20 @@ def spread_ids(num_rows: int, rank: int, top_k: int, num_experts: int) -> torch.
     return (first + rank + torch.arange(top_k)[None] * step) % num_experts
 
 
+def _factors(placement: ExpertPlacement, rank: int, device: torch.device) -> torch.Tensor:
+    """[e] float32, by slot: the expert's id + 1, or this rank's share of that; 0 in empty slots."""
+    factors = torch.zeros(placement.num_local_slots, device=device)
+    held = placement.local_expert_ids(rank)
+    factors[: len(held)] = torch.tensor([expert + 1.0 for expert in held], device=device)
+    return factors / (placement.num_ranks if placement.is_sharded else 1)
+
+
 def _scaled(dispatched: Dispatched, factors: torch.Tensor) -> torch.Tensor:
-    """What experts would give that multiply by their global id + 1: weighted and summed."""
+    """What experts would give that multiply by their `factors`; weighted and summed, unless the
+    backend's combine does both.
+    """
+    if dispatched.num_rows_per_expert is not None:
+        return (dispatched.hidden.float() * factors[:, None, None]).to(dispatched.hidden.dtype)
     assert dispatched.expert_ids is not None and dispatched.expert_weights is not None
     ids = dispatched.expert_ids
     # One more entry, 0, for choices that live elsewhere (id -1 is the last).

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 
 from moed.config.engine_config import ModelConfig
 from moed.dist.dp_metadata import DPMetadata
+from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.attention import AttentionPlan, paged_attention, plan_attention
 from moed.moe.batch import ForwardBatch
 from moed.moe.experts import Experts, swiglu
 from moed.moe.families import DecoderFeatures
 from moed.moe.fused_moe import FusedMoE
-from moed.moe.kv_cache import KVCache
+from moed.moe.kv_cache import KVCache, local_kv_heads
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -48,7 +49,7 @@ def rotate(states: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> t
 
 @dataclass
 class Attention:
-    """Weights of one layer's attention."""
+    """Weights of one layer's attention, of the H and G heads that this process computes."""
 
     qkv: torch.Tensor
     """[(H + 2 G) d, D]."""
@@ -100,6 +101,7 @@ class Decoder:
         experts: list[Experts],
         final_norm: torch.Tensor,
         head: torch.Tensor,
+        tensor_parallel: TensorParallel,
     ) -> None:
         """`embedding` [V, D], `head` [V, D]; `experts` are those inside `layers`."""
         self._model = model
@@ -109,6 +111,9 @@ class Decoder:
         self._experts = experts
         self._final_norm = final_norm
         self._head = head
+        self._tensor_parallel = tensor_parallel
+        self._num_heads = model.num_attention_heads // tensor_parallel.size
+        self._num_kv_heads = local_kv_heads(model, tensor_parallel.size)
 
     @property
     def num_moe_rows(self) -> int:
@@ -118,7 +123,16 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:
-        """Logits [J, V] float32. With T = 0 the rank still takes part in each MoE layer."""
+        """Logits [J, V] float32. With T = 0 the rank still takes part in each MoE layer.
+
+        Each process of a DP rank calls it with the same tokens.
+        """
+        with dp_metadata.sp_local_sizes(self._tensor_parallel.size):
+            return self._forward(batch, kv_cache, dp_metadata)
+
+    def _forward(
+        self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
+    ) -> torch.Tensor:
         hidden = F.embedding(batch.token_ids, self._embedding)
         eps = self._features.rms_norm_eps
         features, block_size = self._features, kv_cache.block_size
@@ -135,7 +149,8 @@ class Decoder:
             if isinstance(layer.mlp, FusedMoE):
                 hidden = hidden + layer.mlp(normed, dp_metadata)
             else:
-                hidden = hidden + swiglu(normed, layer.mlp.gate_up, layer.mlp.down)
+                part = swiglu(normed, layer.mlp.gate_up, layer.mlp.down)
+                hidden = hidden + self._tensor_parallel.sum(part)
         wanted = rms_norm(hidden[batch.logits_indices], self._final_norm, eps)
         return F.linear(wanted, self._head).float()
 
@@ -148,9 +163,8 @@ class Decoder:
     ) -> torch.Tensor:
         """[T, D]: attention of layer `index` for `hidden` [T, D]."""
         if not hidden.shape[0]:
-            return hidden
-        model = self._model
-        heads, kv_heads, head_dim = model.num_attention_heads, model.num_kv_heads, model.head_dim
+            return self._tensor_parallel.sum(hidden.clone())
+        heads, kv_heads, head_dim = self._num_heads, self._num_kv_heads, self._model.head_dim
         states = F.linear(hidden, weights.qkv, weights.qkv_bias)
         states = states.view(-1, heads + 2 * kv_heads, head_dim)
         rotated, value = states[:, : heads + kv_heads], states[:, heads + kv_heads :]
@@ -160,4 +174,5 @@ class Decoder:
         query, key = rotated[:, :heads], rotated[:, heads:]
         step.kv_cache.write(index, key, value, step.slots)
         attended = paged_attention(query, index, step.kv_cache, step.plan, head_dim**-0.5)
-        return F.linear(attended.reshape(-1, heads * head_dim), weights.output, weights.output_bias)
+        rows = attended.reshape(-1, heads * head_dim)
+        return self._tensor_parallel.sum(F.linear(rows, weights.output, weights.output_bias))

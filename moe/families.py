@@ -18,8 +18,14 @@ class DecoderFeatures:
     rope_theta: float
     has_qk_norm: bool
     attention_bias: bool
+    """Of Q, K and V."""
+    attention_output_bias: bool
     renormalize: bool
     """The router's K weights are made to sum to 1."""
+    weighs_input: bool
+    """The router's weights scale the experts' input instead of their output."""
+    shared_intermediate_size: int
+    """Of the experts that every token passes, together; 0: there are none."""
     moe_layers: tuple[bool, ...]
     """By layer: MoE, or a dense MLP."""
     dense_intermediate_size: int
@@ -35,6 +41,9 @@ class Names:
     gate: str
     up: str
     down: str
+    shared: str | None = None
+    """Prefix of the shared experts' projections."""
+    shared_gate: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,8 @@ def _common(model: ModelConfig, rope_theta: float, rms_norm_eps: float) -> dict[
         "rope_theta": _rope_theta(config, rope_theta),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "dense_intermediate_size": int(config.get("intermediate_size") or 0),
+        "weighs_input": False,
+        "shared_intermediate_size": 0,
     }
 
 
@@ -100,6 +111,7 @@ def _qwen3_moe(model: ModelConfig) -> DecoderFeatures:
         **_common(model, rope_theta=1e4, rms_norm_eps=1e-6),
         has_qk_norm=True,
         attention_bias=bool(config.get("attention_bias", False)),
+        attention_output_bias=bool(config.get("attention_bias", False)),
         renormalize=bool(config.get("norm_topk_prob", False)),
         moe_layers=tuple(
             layer not in dense and (layer + 1) % step == 0 for layer in range(model.num_layers)
@@ -113,6 +125,7 @@ def _mixtral(model: ModelConfig) -> DecoderFeatures:
         **_common(model, rope_theta=1e6, rms_norm_eps=1e-5),
         has_qk_norm=False,
         attention_bias=False,
+        attention_output_bias=False,
         renormalize=True,
         moe_layers=(True,) * model.num_layers,
         sliding_window=model.hf_config.get("sliding_window"),

@@ -1,47 +1,82 @@
 """One MoE layer: route, dispatch, experts, combine, once each, whatever the number of rows."""
 
 import torch
-import torch.nn.functional as F
 
 from moed.config.engine_config import FusedMoEConfig
-from moed.config.errors import TokenBudgetExceeded
+from moed.config.errors import ConfigError, TokenBudgetExceeded
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.dp_metadata import DPMetadata
+from moed.dist.placement import SlotMap
+from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.experts import Experts
-from moed.moe.router import route
+from moed.moe.router import Router
+from moed.moe.shared_experts import SharedExperts, SharedRun
 
 
 class FusedMoE:
-    """Legend: n own rows (0 <= n <= B), D hidden, E experts."""
+    """Legend: n rows of the DP rank (0 <= n <= B), c those of this member, D hidden, K top-k."""
 
     def __init__(
         self,
         config: FusedMoEConfig,
-        router_weight: torch.Tensor,
-        renormalize: bool,
+        router: Router,
         experts: Experts,
         backend: All2AllBackend,
+        slots: SlotMap,
+        tensor_parallel: TensorParallel,
+        shared: SharedExperts | None,
     ) -> None:
-        """`router_weight` [E, D]."""
+        """Raises `ConfigError` when the weights scale the experts' input and a row has several."""
+        if router.weighs_input and config.top_k != 1:
+            raise ConfigError(
+                f"the router's weights scale the experts' input, and a token goes to "
+                f"{config.top_k} experts: a row that travels once can be scaled once, so only "
+                "top-k 1 is served"
+            )
         self._config = config
-        self._router_weight = router_weight
-        self._renormalize = renormalize
+        self._router = router
         self._experts = experts
         self._backend = backend
+        self._slots = slots
+        self._tensor_parallel = tensor_parallel
+        self._shared = shared
+        on_gpu = shared is not None and shared.down.is_cuda
+        self._shared_stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
 
     def __call__(self, hidden: torch.Tensor, dp_metadata: DPMetadata) -> torch.Tensor:
         """[n, D] for `hidden` [n, D]. Every rank calls it for every layer, also with n = 0.
 
         Raises `TokenBudgetExceeded`, before any collective, when n is above B.
         """
-        self.check(hidden.shape[0], dp_metadata)
-        logits = F.linear(hidden, self._router_weight)
-        weights, ids = route(logits, self._config.top_k, self._renormalize)
-        dispatched = self._backend.dispatch(hidden, ids, weights, dp_metadata)
-        # Exactly one of the two applies the router weights.
-        apply_weights = not self._backend.capabilities.applies_router_weights
-        output = self._experts(dispatched, apply_weights)
+        num_rows = hidden.shape[0]
+        self.check(num_rows, dp_metadata)
+        own = self._tensor_parallel.share(hidden, 0.0)
+        shared = None
+        if self._shared is not None:
+            shared = SharedRun(self._shared, own, self._shared_stream)
+        combined = self._routed(own, num_rows, dp_metadata)
+        if shared is not None:
+            combined = shared.add_to(combined)
+        return self._tensor_parallel.gather(combined, num_rows)
+
+    def _routed(self, own: torch.Tensor, num_rows: int, dp_metadata: DPMetadata) -> torch.Tensor:
+        """[c, D]: the chosen experts' part, for `own` [c, D] of the rank's `num_rows`."""
+        weights, ids = self._router.route(own)
+        self._drop_fill(ids, num_rows)
+        # Exactly one place applies the weights: here, the experts, or the backend's combine.
+        if self._router.weighs_input:
+            own, weights = own * weights.to(own.dtype), torch.ones_like(weights)
+        by_backend = self._backend.capabilities.applies_router_weights
+        dispatched = self._backend.dispatch(own, self._slots.to_slots(ids), weights, dp_metadata)
+        output = self._experts(dispatched, not (by_backend or self._router.weighs_input))
         return self._backend.combine(output, dispatched)
+
+    def _drop_fill(self, ids: torch.Tensor, num_rows: int) -> None:
+        """Rows that only fill up a member's share go to no expert. In place."""
+        tensor_parallel = self._tensor_parallel
+        num_own = num_rows - tensor_parallel.rank * ids.shape[0]
+        if num_own < ids.shape[0]:
+            ids[max(num_own, 0) :] = -1
 
     def check(self, num_rows: int, dp_metadata: DPMetadata) -> None:
         """Raises `TokenBudgetExceeded` when `num_rows` is above B."""

@@ -9,9 +9,16 @@ import torch
 from moed.config.engine_config import ModelConfig
 
 
-def kv_bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def local_kv_heads(model: ModelConfig, tensor_parallel_size: int) -> int:
+    """G: KV heads of one process; where there are fewer than processes, several hold the same."""
+    return max(1, model.num_kv_heads // tensor_parallel_size)
+
+
+def kv_bytes_per_block(
+    model: ModelConfig, num_kv_heads: int, block_size: int, dtype: torch.dtype
+) -> int:
     """Bytes of one block over all layers: 2 (K, V) x layers x tokens x kv heads x head dim."""
-    row = model.num_kv_heads * model.head_dim * dtype.itemsize
+    row = num_kv_heads * model.head_dim * dtype.itemsize
     return 2 * model.num_layers * block_size * row
 
 
@@ -21,13 +28,14 @@ class KVCache:
     def __init__(
         self,
         model: ModelConfig,
+        num_kv_heads: int,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
+        shape = (num_blocks, block_size, num_kv_heads, model.head_dim)
         self.keys = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
         self.values = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
         self._rows = [

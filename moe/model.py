@@ -6,17 +6,22 @@ from pathlib import Path
 
 import torch
 
+from moed.config.capabilities import ActivationFormat
 from moed.config.engine_config import EngineConfig
 from moed.config.quantization import quantization_of
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement
+from moed.dist.placement import ExpertPlacement, SlotMap
+from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
 from moed.moe.experts import Experts, ExpertWeights, make_experts
 from moed.moe.families import DecoderFeatures, FusedNames, Names, family_of
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.loader import Checkpoint, Dummy, Source
 from moed.moe.progress import layer_progress
+from moed.moe.router import Router
+from moed.moe.shards import Shard, even_shard, head_shard, shard_of
+from moed.moe.shared_experts import SharedExperts
 from moed.moe.survey import Survey
 
 __all__ = ["Decoder", "load_model"]
@@ -31,16 +36,16 @@ def load_model(
     placement: ExpertPlacement,
     report: Callable[[str], None],
 ) -> Decoder:
-    """Read the replicated weights and the own experts. Raises `ModelError`."""
+    """Read the own experts, the own heads and all else. Raises `ModelError`."""
     device = torch.device(groups.device_type)
     dtype = getattr(torch, config.model.dtype)
     family = family_of(config.model)
     features = family.features(config.model)
 
     def build(source: Source, on_layer: Callable[[int], None]) -> Decoder:
-        return _Builder(
-            config, features, family.names, source, groups.rank, backend, placement
-        ).build(on_layer)
+        return _Builder(config, features, family.names, source, groups, backend, placement).build(
+            on_layer
+        )
 
     source: Source
     if config.model.load_format == "dummy":
@@ -78,7 +83,7 @@ class _Builder:
         features: DecoderFeatures,
         names: Names,
         source: Source,
-        rank: int,
+        groups: Groups,
         backend: All2AllBackend,
         placement: ExpertPlacement,
     ) -> None:
@@ -87,9 +92,11 @@ class _Builder:
         self._features = features
         self._names = names
         self._source = source
-        self._rank = rank
+        self._rank = groups.rank
         self._backend = backend
         self._placement = placement
+        self._tensor_parallel = TensorParallel(groups)
+        self._slots = SlotMap(placement, groups.rank, source.device)
         self._experts: list[Experts] = []
 
     def build(self, on_layer: Callable[[int], None]) -> Decoder:
@@ -107,7 +114,16 @@ class _Builder:
             self._source.skip("lm_head.weight")
         else:
             head = get("lm_head.weight", vocabulary)
-        return Decoder(model, self._features, embedding, layers, self._experts, final_norm, head)
+        return Decoder(
+            model,
+            self._features,
+            embedding,
+            layers,
+            self._experts,
+            final_norm,
+            head,
+            self._tensor_parallel,
+        )
 
     def _layer(self, index: int) -> Layer:
         prefix, hidden = f"model.layers.{index}.", self._model.hidden_size
@@ -125,101 +141,156 @@ class _Builder:
         )
 
     def _attention(self, prefix: str) -> Attention:
-        model, get = self._model, self._source.get
-        query = model.num_attention_heads * model.head_dim
-        kv = model.num_kv_heads * model.head_dim
-        parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
-        has_bias, has_norm = self._features.attention_bias, self._features.has_qk_norm
+        """The own heads: their rows of Q, K and V, their columns of the output."""
+        model, features, source = self._model, self._features, self._source
+        size, rank = self._tensor_parallel.size, self._tensor_parallel.rank
+        dim, hidden = model.head_dim, model.hidden_size
+        query = head_shard(model.num_attention_heads, dim, size, rank)
+        kv = head_shard(model.num_kv_heads, dim, size, rank)
+        parts = (("q", query), ("k", kv), ("v", kv))
+
+        def rows_of(name: str, shard: Shard, *columns: int) -> torch.Tensor:
+            whole = source.get(f"{prefix}{name}", (shard.whole, *columns))
+            return whole[shard.start : shard.stop]
+
+        def norm_of(name: str, shard: Shard) -> torch.Tensor:
+            return source.get(f"{prefix}{name}_norm.weight", (dim,)).expand(shard.size // dim, -1)
+
+        output = source.get(f"{prefix}o_proj.weight", (hidden, query.whole))
+        bias = None
+        if features.attention_output_bias:
+            bias = source.get(f"{prefix}o_proj.bias", (hidden,))
         return Attention(
-            qkv=join_rows(
-                [get(f"{prefix}{name}.weight", (rows, model.hidden_size)) for name, rows in parts]
-            ),
+            qkv=join_rows([rows_of(f"{name}_proj.weight", own, hidden) for name, own in parts]),
             qkv_bias=(
-                join_rows([get(f"{prefix}{name}.bias", (rows,)) for name, rows in parts])
-                if has_bias
+                join_rows([rows_of(f"{name}_proj.bias", own) for name, own in parts])
+                if features.attention_bias
                 else None
             ),
-            output=get(f"{prefix}o_proj.weight", (model.hidden_size, query)),
-            output_bias=get(f"{prefix}o_proj.bias", (model.hidden_size,)) if has_bias else None,
+            output=output if size == 1 else output[:, query.start : query.stop].contiguous(),
+            # Added once, not by each member.
+            output_bias=bias if self._tensor_parallel.is_first else None,
             query_key_norm=(
-                join_rows(
-                    [
-                        get(f"{prefix}{name}_norm.weight", (model.head_dim,)).expand(heads, -1)
-                        for name, heads in (
-                            ("q", model.num_attention_heads),
-                            ("k", model.num_kv_heads),
-                        )
-                    ]
-                )
-                if has_norm
-                else None
+                join_rows([norm_of("q", query), norm_of("k", kv)]) if features.has_qk_norm else None
             ),
         )
 
     def _dense(self, prefix: str) -> DenseMLP:
-        size, hidden = self._features.dense_intermediate_size, self._model.hidden_size
-        get = self._source.get
-        return DenseMLP(
-            gate_up=join_rows(
-                [get(f"{prefix}{name}_proj.weight", (size, hidden)) for name in ("gate", "up")]
-            ),
-            down=get(f"{prefix}down_proj.weight", (hidden, size)),
-        )
+        """The own part of the intermediate dimension."""
+        size = self._features.dense_intermediate_size
+        shard = even_shard(size, self._tensor_parallel.size, self._tensor_parallel.rank)
+        return DenseMLP(*self._mlp(prefix, size, shard))
+
+    def _mlp(self, prefix: str, size: int, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+        """[2i, D] and [D, i] for the i of `shard`."""
+        hidden, get = self._model.hidden_size, self._source.get
+        gate_up = [
+            get(f"{prefix}{name}_proj.weight", (size, hidden))[shard.start : shard.stop]
+            for name in ("gate", "up")
+        ]
+        down = get(f"{prefix}down_proj.weight", (hidden, size))
+        if shard.size < size:
+            down = down[:, shard.start : shard.stop].contiguous()
+        return join_rows(gate_up), down
 
     def _moe(self, prefix: str) -> FusedMoE:
         model = self._model
         fused = FusedNames()
         is_fused = self._source.has(prefix + fused.gate_up)
-        router = self._source.get(
+        weight = self._source.get(
             prefix + (fused.router if is_fused else self._names.router),
             (model.num_experts, model.hidden_size),
         )
-        own = self._placement.local_expert_ids(self._rank)
-        size, hidden = model.moe_intermediate_size, model.hidden_size
-        dtype, device = getattr(torch, model.dtype), self._source.device
-        gate_up = torch.empty(len(own), 2 * size, hidden, dtype=dtype, device=device)
-        down = torch.empty(len(own), hidden, size, dtype=dtype, device=device)
-        if is_fused:
-            self._fill_fused(prefix, own, gate_up, down)
-        else:
-            self._fill(prefix, own, gate_up, down)
         experts = make_experts(
             self._backend.capabilities.activation_format,
             self._config.parallel.device,
-            ExpertWeights.plain(gate_up, down),
+            self._routed_experts(prefix, is_fused),
         )
         self._experts.append(experts)
+        features = self._features
         return FusedMoE(
-            self._config.fused_moe, router, self._features.renormalize, experts, self._backend
+            self._config.fused_moe,
+            Router(weight, model.top_k, features.renormalize, features.weighs_input),
+            experts,
+            self._backend,
+            self._slots,
+            self._tensor_parallel,
+            self._shared_experts(prefix),
         )
 
+    def _shared_experts(self, prefix: str) -> SharedExperts | None:
+        size, names = self._features.shared_intermediate_size, self._names
+        if not size:
+            return None
+        assert names.shared is not None
+        gate_up, down = self._mlp(prefix + names.shared, size, Shard(0, size, size))
+        gate = None
+        if names.shared_gate is not None:
+            gate = self._source.get(prefix + names.shared_gate, (1, self._model.hidden_size))
+        return SharedExperts(gate_up, down, gate)
+
+    def _routed_experts(self, prefix: str, is_fused: bool) -> ExpertWeights:
+        """The experts in this rank's slots; an empty slot, which a batched backend may ask for, is
+        of zeros.
+        """
+        placement, model = self._placement, self._model
+        own = placement.local_expert_ids(self._rank)
+        shard = shard_of(model.moe_intermediate_size, placement, self._rank)
+        dtype, device = getattr(torch, model.dtype), self._source.device
+        batched = self._backend.capabilities.activation_format is ActivationFormat.BATCHED
+        num_slots = placement.num_local_slots if batched else len(own)
+        hidden = model.hidden_size
+        gate_up = torch.empty(num_slots, 2 * shard.size, hidden, dtype=dtype, device=device)
+        down = torch.empty(num_slots, hidden, shard.size, dtype=dtype, device=device)
+        if num_slots > len(own):
+            gate_up[len(own) :].zero_()
+            down[len(own) :].zero_()
+        if is_fused:
+            self._fill_fused(prefix, own, gate_up, down, shard)
+        else:
+            self._fill(prefix, own, gate_up, down, shard)
+        return ExpertWeights.plain(gate_up, down)
+
     def _fill(
-        self, prefix: str, own: tuple[int, ...], gate_up: torch.Tensor, down: torch.Tensor
+        self,
+        prefix: str,
+        own: tuple[int, ...],
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        shard: Shard,
     ) -> None:
-        """Into [e, 2I, D] and [e, D, I], from a checkpoint with three matrices per expert."""
-        names, source = self._names, self._source
-        size, hidden = self._model.moe_intermediate_size, self._model.hidden_size
+        """Into [e, 2i, D] and [e, D, i], from a checkpoint with three matrices per expert."""
+        names, source, hidden = self._names, self._source, self._model.hidden_size
         for expert in set(range(self._model.num_experts)) - set(own):
             for name in (names.gate, names.up, names.down):
                 source.skip(prefix + name.format(e=expert))
+        taken = slice(shard.start, shard.stop)
         for local, expert in enumerate(own):
             gate, up, out = (
                 prefix + name.format(e=expert) for name in (names.gate, names.up, names.down)
             )
-            gate_up[local, :size] = source.get(gate, (size, hidden))
-            gate_up[local, size:] = source.get(up, (size, hidden))
-            down[local] = source.get(out, (hidden, size))
+            gate_up[local, : shard.size] = source.get(gate, (shard.whole, hidden))[taken]
+            gate_up[local, shard.size :] = source.get(up, (shard.whole, hidden))[taken]
+            down[local] = source.get(out, (hidden, shard.whole))[:, taken]
 
     def _fill_fused(
-        self, prefix: str, own: tuple[int, ...], gate_up: torch.Tensor, down: torch.Tensor
+        self,
+        prefix: str,
+        own: tuple[int, ...],
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        shard: Shard,
     ) -> None:
         """The same from two tensors of all experts, of which only the own rows are read."""
         fused, source, num_experts = FusedNames(), self._source, self._model.num_experts
+        hidden, taken = self._model.hidden_size, slice(shard.start, shard.stop)
         for local, expert in enumerate(own):
-            shape = (num_experts, *gate_up.shape[1:])
-            gate_up[local] = source.get_row(prefix + fused.gate_up, shape, expert)
-            shape = (num_experts, *down.shape[1:])
-            down[local] = source.get_row(prefix + fused.down, shape, expert)
+            shape = (num_experts, 2 * shard.whole, hidden)
+            row = source.get_row(prefix + fused.gate_up, shape, expert)
+            gate_up[local, : shard.size] = row[: shard.whole][taken]
+            gate_up[local, shard.size :] = row[shard.whole :][taken]
+            shape = (num_experts, hidden, shard.whole)
+            down[local] = source.get_row(prefix + fused.down, shape, expert)[:, taken]
         # A rank without experts asks for none of it.
         source.skip(prefix + fused.gate_up)
         source.skip(prefix + fused.down)

@@ -3,7 +3,10 @@
 Legend: n tokens, D hidden, E experts, K top-k.
 """
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,3 +22,19 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights.contiguous(), ids.contiguous()
+
+
+@dataclass
+class Router:
+    """One layer's router."""
+
+    weight: torch.Tensor
+    """[E, D]."""
+    top_k: int
+    renormalize: bool
+    weighs_input: bool
+    """The weights scale what goes into the experts, not what comes out; a family's choice."""
+
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `route`, for `hidden` [n, D]."""
+        return route(F.linear(hidden, self.weight), self.top_k, self.renormalize)

@@ -10,10 +10,10 @@ from moed.config.errors import ModelError
 from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement
+from moed.dist.placement import place_experts
 from moed.dist.registry import create_backend
 from moed.dist.selfcheck import check_backend
-from moed.moe.kv_cache import KVCache, kv_bytes_per_block
+from moed.moe.kv_cache import KVCache, kv_bytes_per_block, local_kv_heads
 from moed.moe.model import Decoder, load_model
 from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import Channel, EngineLoop
@@ -95,7 +95,7 @@ class Engine:
         """The dispatch backend, checked with known rows, and the model with this rank's experts."""
         config = self._config
         self._progress(f"checking backend {config.parallel.backend.name}")
-        placement = ExpertPlacement.linear(config.model.num_experts, self._groups.world_size)
+        placement = place_experts(config)
         self._backend = create_backend(
             config.parallel.backend.name,
             self._groups,
@@ -113,7 +113,8 @@ class Engine:
         """The cache, its blocks, and L: agreed, since every rank takes the smallest number."""
         config, block_size = self._config, self._config.cache.block_size
         dtype = getattr(torch, config.model.dtype)
-        block_bytes = kv_bytes_per_block(config.model, block_size, dtype)
+        kv_heads = local_kv_heads(config.model, config.parallel.tensor_parallel_size)
+        block_bytes = kv_bytes_per_block(config.model, kv_heads, block_size, dtype)
         own = self._faults.kv_blocks(own_num_blocks(config, block_bytes, self._device))
         num_blocks = min(gather_ints(self._groups, own))
         max_model_len = decide_max_model_len(config, num_blocks, block_bytes)
@@ -125,7 +126,7 @@ class Engine:
             "" if num_blocks == own else f", the least of all ranks, not {own}",
             max_model_len,
         )
-        kv_cache = KVCache(config.model, num_blocks, block_size, dtype, self._device)
+        kv_cache = KVCache(config.model, kv_heads, num_blocks, block_size, dtype, self._device)
         return kv_cache, BlockManager(num_blocks, block_size), max_model_len
 
     def _scheduler(self, blocks: BlockManager, max_model_len: int) -> Scheduler:

@@ -14,7 +14,7 @@ from moed.dist.all2all.base import Dispatched
 from moed.dist.all2all.rows import RowLayout
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups, collective_errors
-from moed.dist.placement import ExpertPlacement
+from moed.dist.placement import ExpertPlacement, local_slots
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class All2AllV:
         self.capabilities = capabilities
         self._groups = groups
         self._layout = RowLayout(fused_moe.hidden_size, fused_moe.top_k, dtype)
-        self._rank_of = placement.rank_of.to(device)
-        self._local_of = placement.local_of.to(device)
+        self._placement = placement
         self._ranks = torch.arange(placement.num_ranks, device=device)
 
     def dispatch(
@@ -54,17 +53,15 @@ class All2AllV:
     ) -> Dispatched:
         """See `All2AllBackend.dispatch`."""
         layout = self._layout
-        known = topk_ids.clamp(min=0)
-        # [n, K] destination of each choice, -1 for padding.
-        destinations = torch.where(topk_ids >= 0, self._rank_of[known], -1)
+        # [n, K] destination of each choice; -1, of padding, stays -1.
+        destinations = torch.div(topk_ids, self._placement.num_local_slots, rounding_mode="floor")
         # [ranks, n]: does the row go there?
         goes_to = (destinations[None] == self._ranks[:, None, None]).any(dim=-1)
         to_rank, row = goes_to.nonzero(as_tuple=True)
         send_counts = goes_to.sum(dim=1)
         outgoing = layout.empty(row.shape[0], hidden.device)
         layout.hidden(outgoing).copy_(hidden[row])
-        is_there = destinations[row] == to_rank[:, None]
-        layout.ids(outgoing).copy_(torch.where(is_there, self._local_of[known[row]], -1))
+        layout.ids(outgoing).copy_(local_slots(topk_ids[row], self._placement, to_rank[:, None]))
         layout.weights(outgoing).copy_(topk_weights[row])
         receive_counts = torch.empty_like(send_counts)
         with collective_errors("exchange of row counts"):

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from moed.config.capabilities import BackendCapabilities
 from moed.config.engine_config import FusedMoEConfig
 from moed.dist.all2all.base import Dispatched
-from moed.dist.all2all.rows import RowLayout, ids_on_rank, sum_parts
+from moed.dist.all2all.rows import RowLayout, sum_parts
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups, collective_errors
-from moed.dist.placement import ExpertPlacement
+from moed.dist.placement import ExpertPlacement, local_slots
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class AllGatherReduceScatter:
         self.capabilities = capabilities
         self._groups = groups
         self._layout = RowLayout(fused_moe.hidden_size, fused_moe.top_k, dtype)
-        self._rank_of = placement.rank_of.to(device)
-        self._local_of = placement.local_of.to(device)
+        self._placement = placement
 
     def dispatch(
         self,
@@ -52,10 +51,10 @@ class AllGatherReduceScatter:
         dp_metadata: DPMetadata,
     ) -> Dispatched:
         """See `All2AllBackend.dispatch`."""
-        sizes, num_rows, layout = dp_metadata.local_sizes, hidden.shape[0], self._layout
+        sizes, num_rows, layout = dp_metadata.row_sizes, hidden.shape[0], self._layout
         own = layout.empty(num_rows, hidden.device)
         layout.hidden(own).copy_(hidden)
-        # Ids stay global on the wire: each receiver knows its own experts.
+        # Each receiver knows its own slots.
         layout.ids(own).copy_(topk_ids)
         layout.weights(own).copy_(topk_weights)
         received = layout.empty(sum(sizes), hidden.device)
@@ -67,9 +66,7 @@ class AllGatherReduceScatter:
                 [num_rows] * len(sizes),
                 group=self._groups.device,
             )
-        ids = ids_on_rank(
-            layout.ids(received).long(), self._rank_of, self._local_of, self._groups.rank
-        )
+        ids = local_slots(layout.ids(received).long(), self._placement, self._groups.rank)
         return Dispatched(
             layout.hidden(received), ids, layout.weights(received), None, _State(sizes, num_rows)
         )

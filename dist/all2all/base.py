@@ -17,7 +17,7 @@ from moed.dist.dp_metadata import DPMetadata
 class Dispatched:
     """Rows at the ranks of their experts, and what `combine` needs to bring the results home.
 
-    Standard format: `hidden` [r, D]; `expert_ids` [r, K] int64 *local* ids, -1 where that choice
+    Standard format: `hidden` [r, D]; `expert_ids` [r, K] int64 *local* slots, -1 where that choice
     lives on another rank; `expert_weights` [r, K] float32. Batched format: `hidden` [e, C, D] and
     `num_rows_per_expert` [e] int32; rows beyond an expert's count are garbage, and the other two
     are None.
@@ -47,9 +47,9 @@ class All2AllBackend(Protocol):
     ) -> Dispatched:
         """Send own rows to the ranks that hold their experts.
 
-        `hidden` [n, D] model dtype; `topk_ids` [n, K] int64 *global* ids; `topk_weights` [n, K]
-        float32. Every rank calls it the same number of times per step, with n = 0 when it has no
-        work. Raises `PeerLost` when a peer went away.
+        `hidden` [n, D] model dtype; `topk_ids` [n, K] int64 *slots* (see `ExpertPlacement`), -1
+        for nothing; `topk_weights` [n, K] float32. Every rank calls it the same number of times per
+        step, with n = 0 when it has no work. Raises `PeerLost` when a peer went away.
         """
         ...
 

@@ -58,15 +58,6 @@ class RowLayout:
         )
 
 
-def ids_on_rank(
-    topk_ids: torch.Tensor, rank_of: torch.Tensor, local_of: torch.Tensor, rank: int
-) -> torch.Tensor:
-    """[n, K] local ids of the choices that live on `rank`, -1 elsewhere and for id -1."""
-    known = topk_ids.clamp(min=0)
-    is_here = (topk_ids >= 0) & (rank_of[known] == rank)
-    return torch.where(is_here, local_of[known], -1)
-
-
 def sum_parts(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Sum tensors of one shape in list order, in float32, cast to the dtype of `like`."""
     total = parts[0].float()

@@ -71,7 +71,7 @@ def test_record_survives_the_wire() -> None:
 )
 def test_what_follows(records: list[StepRecord], kind: DecisionKind) -> None:
     for permuted in itertools.permutations(records):
-        assert decide(permuted) == Decision(kind)
+        assert decide(permuted, 1) == Decision(kind)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_follows(records: list[StepRecord], kind: DecisionKind) -> None:
 def test_one_graph_bucket_for_all(loads: list[tuple[int, int]], bucket: int) -> None:
     records = [record(WORKING, rows, graph_bucket=own) for rows, own in loads]
     for permuted in itertools.permutations(records):
-        assert decide(permuted) == Decision(RUN, bucket)
+        assert decide(permuted, 1) == Decision(RUN, bucket)
 
 
 @pytest.mark.parametrize("key", ["step_id", "config_digest"])
@@ -96,7 +96,7 @@ def test_a_difference_names_the_key_and_every_rank(key: str) -> None:
     same = record(IDLE)
     other = dataclasses.replace(same, **{key: 12345})  # type: ignore[arg-type]
     with pytest.raises(RankMismatch) as caught:
-        decide([same, other, same])
+        decide([same, other, same], 1)
     own = getattr(same, key)
     assert f"differ in {key} (rank 0: {own}, rank 1: 12345, rank 2: {own})" in str(caught.value)
     assert caught.value.exit_code == 78
@@ -105,10 +105,10 @@ def test_a_difference_names_the_key_and_every_rank(key: str) -> None:
 def test_a_failed_rank_is_named_and_nobody_goes_on() -> None:
     for others in (IDLE, WORKING, STOPPING):
         with pytest.raises(PeerLost, match="rank 2 has failed"):
-            decide([record(others), record(others), record(FAILED), record(others)])
+            decide([record(others), record(others), record(FAILED), record(others)], 1)
     # A difference explains more than the failure that it has led to.
     with pytest.raises(RankMismatch):
-        decide([record(FAILED), record(IDLE, step_id=10)])
+        decide([record(FAILED), record(IDLE, step_id=10)], 1)
 
 
 # All orders of events -----------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class World:
                 found.append(self._with(index, rank.announce(), queue))
         records = [rank.announced for rank in self.ranks if rank.announced is not None]
         if len(records) == len(self.ranks):
-            decision = decide(records)
+            decision = decide(records, 1)
             ranks = tuple(rank.follow(decision) for rank in self.ranks)
             found.append(World(ranks, self.queues))
         return found

@@ -10,7 +10,7 @@ from moed.config.engine_config import FusedMoEConfig
 from moed.dist.all2all.base import All2AllBackend, Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement
+from moed.dist.placement import ExpertPlacement, SlotMap
 from moed.dist.registry import capabilities, create_backend
 from tests.dist.counting import COLLECTIVES, counted_collectives
 from tests.server.engine.configs import engine_config
@@ -86,7 +86,8 @@ def exchange(groups: Groups, name: str, num_experts: int, rows_by_rank: list[Row
         step_id=0,
     )
     with counted_collectives() as calls:
-        dispatched = backend.dispatch(rows.hidden, rows.ids, rows.weights, metadata)
+        slots = SlotMap(placement, rank, torch.device("cpu")).to_slots(rows.ids)
+        dispatched = backend.dispatch(rows.hidden, slots, rows.weights, metadata)
         output = run_experts(dispatched, placement.local_expert_ids(rank))
         combined = backend.combine(output, dispatched)
     num_received = dispatched.hidden.shape[0]
@@ -239,7 +240,8 @@ def exchange_unchanged(groups: Groups, name: str) -> bool:
     hidden = torch.randn(num_rows, D, generator=generator)
     # 3 does not divide 7: neighbours go to different experts, so no rank sees own rows in order.
     ids = (torch.arange(num_rows)[:, None] * 3 + groups.rank) % num_experts
-    dispatched = backend.dispatch(hidden, ids, torch.ones(num_rows, 1), metadata)
+    slots = SlotMap(placement, groups.rank, torch.device("cpu")).to_slots(ids)
+    dispatched = backend.dispatch(hidden, slots, torch.ones(num_rows, 1), metadata)
     assert dispatched.expert_ids is not None
     is_here = dispatched.expert_ids >= 0
     combined = backend.combine(dispatched.hidden * is_here, dispatched)

@@ -109,7 +109,7 @@ def test_a_killed_peer_is_noticed_at_once_and_the_collective_named(
 def wait_for_a_hanging_peer(groups: Groups) -> tuple[str, float]:
     """Rank 1 does not come; the bound is 1 s instead of the group's own."""
     bounded = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    groups_with_bound = Groups(ALONE, "cpu", bounded, bounded, bounded)
+    groups_with_bound = Groups(ALONE, "cpu", bounded, bounded, bounded, None, 1)
     groups_with_bound.world_size = 2
     answer = timed(lambda: gather_ints(groups_with_bound, 1)) if groups.rank == 0 else ("", 0.0)
     gather_ints(groups, 0)
@@ -177,7 +177,7 @@ def test_our_own_faults_keep_their_names() -> None:
 
 def fake_groups() -> Groups:
     group = cast(dist.ProcessGroup, None)
-    return Groups(ALONE, "cpu", group, group, group)
+    return Groups(ALONE, "cpu", group, group, group, None, 1)
 
 
 def test_close_gives_up_on_a_library_that_hangs(

@@ -18,7 +18,14 @@ from tests.worker_pool import WorkerPool
 
 def test_declarations_stand_under_their_own_names() -> None:
     declared = capabilities()
-    assert list(declared) == ["local", "allgather_reducescatter", "all2allv"]
+    assert list(declared) == [
+        "local",
+        "allgather_reducescatter",
+        "all2allv",
+        "deepep_low_latency",
+        "deepep_high_throughput",
+        "deepep_v2",
+    ]
     for name, backend in declared.items():
         assert backend.name == name and backend.description
         assert backend.activation_format is ActivationFormat.STANDARD

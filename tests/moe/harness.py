@@ -17,10 +17,10 @@ from moed.config.engine_config import (
 from moed.config.model import load_model_config
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement
+from moed.dist.placement import place_experts
 from moed.dist.registry import capabilities, create_backend
 from moed.moe.batch import ForwardBatch
-from moed.moe.kv_cache import KVCache
+from moed.moe.kv_cache import KVCache, local_kv_heads
 from moed.moe.model import Decoder, load_model
 
 BLOCK_SIZE = 16
@@ -51,6 +51,8 @@ def engine_config(
         ),
         parallel=ParallelConfig(
             data_parallel_size=ranks,
+            tensor_parallel_size=1,
+            enable_expert_parallel=True,
             num_local_ranks=ranks,
             backend=capabilities()[backend],
             device="cpu",
@@ -87,15 +89,23 @@ def engine_config(
 def one_rank(rank: int = 0, world_size: int = 1) -> Groups:
     """Groups for what makes no collectives."""
     return cast(
-        Groups, SimpleNamespace(rank=rank, world_size=world_size, device_type="cpu", local_rank=0)
+        Groups,
+        SimpleNamespace(
+            rank=rank,
+            world_size=world_size,
+            device_type="cpu",
+            local_rank=0,
+            tensor=None,
+            tensor_size=1,
+            tensor_rank=0,
+            data_parallel_rank=rank,
+        ),
     )
 
 
 def load(config: EngineConfig, groups: Groups) -> Decoder:
     """The decoder of this rank."""
-    placement = ExpertPlacement.linear(
-        config.model.num_experts, config.parallel.expert_parallel_size
-    )
+    placement = place_experts(config)
     backend = create_backend(
         config.parallel.backend.name,
         groups,
@@ -114,7 +124,14 @@ class Stepper:
         self._decoder = decoder
         self._rank = rank
         dtype = getattr(torch, config.model.dtype)
-        self._kv_cache = KVCache(config.model, NUM_BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"))
+        self._kv_cache = KVCache(
+            config.model,
+            local_kv_heads(config.model, config.parallel.tensor_parallel_size),
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            dtype,
+            torch.device("cpu"),
+        )
         order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7))
         self._free: list[int] = order.tolist()
         self._blocks: dict[str, list[int]] = {}

@@ -11,10 +11,13 @@ from moed.config.engine_config import FusedMoEConfig
 from moed.config.errors import TokenBudgetExceeded
 from moed.dist.all2all.base import Dispatched
 from moed.dist.dp_metadata import DPMetadata
+from moed.dist.placement import ExpertPlacement, SlotMap
 from moed.dist.registry import capabilities
+from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.experts import ExpertWeights, TorchExperts, reference_experts
 from moed.moe.fused_moe import FusedMoE
-from moed.moe.router import route
+from moed.moe.router import Router, route
+from tests.moe.harness import one_rank
 
 HIDDEN, SIZE, NUM_EXPERTS, TOP_K, B = 16, 24, 6, 3, 8
 ROOT = pathlib.Path(__file__).parents[2]
@@ -94,7 +97,16 @@ def layer_on(backend: OneRank, max_num_tokens: int = B) -> FusedMoE:
         expert_parallel_size=1,
         max_num_tokens=max_num_tokens,
     )
-    return FusedMoE(config, router, True, TorchExperts(ExpertWeights.plain(gate_up, down)), backend)
+    groups = one_rank()
+    return FusedMoE(
+        config,
+        Router(router, TOP_K, renormalize=True, weighs_input=False),
+        TorchExperts(ExpertWeights.plain(gate_up, down)),
+        backend,
+        SlotMap(ExpertPlacement.linear(NUM_EXPERTS, 1), 0, torch.device("cpu")),
+        TensorParallel(groups),
+        None,
+    )
 
 
 def metadata(num_rows: int, rank: int = 0, step_id: int = 1) -> DPMetadata:

@@ -83,6 +83,8 @@ def engine_config(
         ),
         parallel=ParallelConfig(
             data_parallel_size=ranks,
+            tensor_parallel_size=1,
+            enable_expert_parallel=True,
             num_local_ranks=ranks,
             backend=backend,
             device="cpu",

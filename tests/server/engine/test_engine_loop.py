@@ -84,7 +84,7 @@ class TableAgreement:
         records = tuple(self.table.records[rank] for rank in range(self.table.num_ranks))
         # Nobody writes the next record before everybody has read these.
         self.table.barrier.wait(PATIENCE_S)
-        decision = decide(records)
+        decision = decide(records, 1)
         self.kinds.append(decision.kind)
         return Agreed(decision, None, records)  # type: ignore[arg-type]
 
