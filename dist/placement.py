@@ -106,7 +106,7 @@ class SlotMap:
         self._num_copies = torch.tensor([len(s) for s in slots_of], device=device)
         self._rank = rank
         self._has_copies = placement.has_copies
-        self._is_identity = self._table[:, 0].tolist() == list(range(placement.num_experts))
+        self._is_identity = [row[0] for row in table] == list(range(placement.num_experts))
 
     def to_slots(self, expert_ids: torch.Tensor) -> torch.Tensor:
         """[n, K] int64 slots for `expert_ids` [n, K]; -1 stays -1.
