@@ -88,7 +88,8 @@ def _serve(command: Command) -> int:
         from moed.server.torchrun import serve_under_torchrun
 
         if "data_parallel_size" not in command.origins:
-            settings = replace(settings, data_parallel_size=environment.world_size)
+            size = max(1, environment.world_size // settings.tensor_parallel_size)
+            settings = replace(settings, data_parallel_size=size)
         config = _resolve(settings, log=environment.rank == 0)
         return serve_under_torchrun(config, environment)
     from moed.server.launcher import serve

@@ -19,10 +19,12 @@ from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import Channel, EngineLoop
 from moed.server.faults import Faults
 from moed.server.kv_sizing import MIB, decide_max_model_len, own_num_blocks
+from moed.server.member_loop import MemberLoop, run_warm_up
 from moed.server.messages import AddRequest, RankProgress, RankReady, SamplingParams
 from moed.server.model_runner import ModelRunner
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler
+from moed.server.step_plan import StepPlan, StepPlans
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,8 @@ class Engine:
         self._device = torch.device(groups.device_type)
         self._faults = Faults(config.fault_injection, groups.rank)
         self._backend: All2AllBackend | None = None
-        self._loop: EngineLoop | None = None
+        self._loop: EngineLoop | MemberLoop | None = None
+        self._plans = StepPlans(groups, self._device)
 
     def start(self, startup_s: dict[str, float]) -> None:
         """Load, size, warm up, and send `RankReady` with `startup_s` and the phases from here on.
@@ -58,17 +61,22 @@ class Engine:
         runner = ModelRunner(model, kv_cache, block_size, self._device)
         agreement = Agreement(self._groups, self._config.parallel, self._config.digest())
         self._progress("warming up")
-        self._warm_up(runner, agreement, blocks, max_model_len)
-        self._loop = EngineLoop(
-            rank=self._groups.rank,
-            scheduler=self._scheduler(blocks, max_model_len),
-            blocks=blocks,
-            runner=runner,
-            agreement=agreement,
-            channel=self._channel,
-            faults=self._faults,
-            first_step_id=WARM_UP_STEP_ID + 1,
-        )
+        if self._groups.tensor_rank:
+            run_warm_up(self._plans, runner, agreement)
+            self._loop = MemberLoop(self._plans, runner, agreement, self._channel, self._faults)
+        else:
+            self._warm_up(runner, agreement, blocks, max_model_len)
+            self._loop = EngineLoop(
+                rank=self._groups.data_parallel_rank,
+                scheduler=self._scheduler(blocks, max_model_len),
+                blocks=blocks,
+                runner=runner,
+                plans=self._plans,
+                agreement=agreement,
+                channel=self._channel,
+                faults=self._faults,
+                first_step_id=WARM_UP_STEP_ID + 1,
+            )
         phases = {"load": kv_started - load_started, "warm_up": time.monotonic() - kv_started}
         self._channel.send(
             RankReady(
@@ -151,8 +159,10 @@ class Engine:
         )
         assert refused is None, refused
         schedule = scheduler.schedule()
+        batch = runner.batch(schedule)
+        self._plans.send(StepPlan(WARM_UP_STEP_ID, RankState.WORKING, batch))
         agreed = agreement.agree(WARM_UP_STEP_ID, schedule.num_tokens, RankState.WORKING, 0)
-        logits = runner.forward(schedule, agreed.dp_metadata)
+        logits = runner.run(batch, agreed.dp_metadata)
         (output,) = scheduler.update(schedule, sample(schedule, logits))
         if output.error is not None:
             raise ModelError(f"the warm-up step failed: {output.error}")

@@ -122,6 +122,8 @@ class EngineClient:
         self._health = health
         self._metrics = metrics
         self._num_ranks = config.parallel.data_parallel_size
+        self._num_processes = config.parallel.world_size
+        self._num_members = config.parallel.tensor_parallel_size
         self._balancer = Balancer(self._num_ranks)
         self._choices: dict[str, OpenChoice] = {}
         self._wake_number = 0
@@ -244,7 +246,7 @@ class EngineClient:
             )
             self._choices[choice.request_id] = choice
             submission.open[index] = choice
-            self._channel.send(
+            self._send(
                 choice.rank,
                 AddRequest(
                     request_id=choice.request_id,
@@ -286,13 +288,17 @@ class EngineClient:
         if self._is_stopped:
             return
         for rank, request_ids in by_rank.items():
-            self._channel.send(rank, AbortRequests(request_ids))
+            self._send(rank, AbortRequests(request_ids))
         self._wake()
+
+    def _send(self, rank: int, message: ToEngine) -> None:
+        """To the process that schedules for DP rank `rank`: the first of its members."""
+        self._channel.send(rank * self._num_members, message)
 
     def _wake(self) -> None:
         self._wake_number += 1
-        for rank in range(self._num_ranks):
-            self._channel.send(rank, Wake(self._wake_number))
+        for process in range(self._num_processes):
+            self._channel.send(process, Wake(self._wake_number))
 
     # The end -------------------------------------------------------------------------------------
 
@@ -323,7 +329,7 @@ class EngineClient:
         self._is_stopped = True
         for rank in self._ready:
             self._channel.send(rank, Shutdown())
-        if len(self._ready) == self._num_ranks:
+        if len(self._ready) == self._num_processes:
             self._wake()
 
 

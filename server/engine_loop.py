@@ -20,6 +20,7 @@ from moed.server.messages import (
 from moed.server.model_runner import ModelRunner
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler, refuse
+from moed.server.step_plan import StepPlan, StepPlans
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class EngineLoop:
         scheduler: Scheduler,
         blocks: BlockManager,
         runner: ModelRunner,
+        plans: StepPlans,
         agreement: Agreement,
         channel: Channel,
         faults: Faults,
@@ -56,6 +58,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._blocks = blocks
         self._runner = runner
+        self._plans = plans
         self._agreement = agreement
         self._channel = channel
         self._faults = faults
@@ -76,10 +79,10 @@ class EngineLoop:
         """One step; False once all ranks have agreed to stop."""
         self._receive()
         self._faults.on_step(self._step_id)
-        schedule = self._scheduler.schedule()
-        agreed = self._agreement.agree(
-            self._step_id, schedule.num_tokens, self._state, self._wake_number
-        )
+        schedule, state = self._scheduler.schedule(), self._state
+        batch = self._runner.batch(schedule)
+        self._plans.send(StepPlan(self._step_id, state, batch))
+        agreed = self._agreement.agree(self._step_id, schedule.num_tokens, state, self._wake_number)
         self._step_id += 1
         match agreed.decision.kind:
             case DecisionKind.STOP:
@@ -88,7 +91,7 @@ class EngineLoop:
             case DecisionKind.SLEEP:
                 self._sleep()
                 return True
-        logits = self._runner.forward(schedule, agreed.dp_metadata)
+        logits = self._runner.run(batch, agreed.dp_metadata)
         outputs = self._scheduler.update(schedule, sample(schedule, logits))
         self._num_steps += 1
         self._report(outputs)

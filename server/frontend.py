@@ -138,7 +138,7 @@ class Frontend:
     async def serve(self) -> None:
         """Serve until `StopNow`, or until the launcher is gone."""
         channel = FrontendChannel(self._channel_address)
-        health = Health(self._config.parallel.data_parallel_size)
+        health = Health(self._config.parallel.world_size)
         metrics = Metrics(self._config)
         self._engine = EngineClient(self._config, channel, health, metrics)
         self._state = AppState(self._config, self._engine, health, metrics)

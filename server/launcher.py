@@ -127,7 +127,7 @@ def log_progress(config: EngineConfig, http_socket: socket.socket, message: From
         logger.info(
             READY,
             config.model.served_model_names[0],
-            config.parallel.data_parallel_size,
+            config.parallel.world_size,
             config.parallel.backend.name,
             message.max_model_len,
             f"{url}/v1",
@@ -202,7 +202,7 @@ class Supervisor:
             (self._config, self._http_socket, self._channel_address, far_end),
         )
         far_end.close()
-        num_ranks = self._config.parallel.data_parallel_size
+        num_ranks = self._config.parallel.world_size
         # Bound here and handed over open: between choosing a port and using it nobody can take it.
         with socket.create_server((LOOPBACK, 0), backlog=num_ranks + 8) as store_socket:
             port = store_socket.getsockname()[1]

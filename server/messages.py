@@ -141,6 +141,7 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """This rank has done one real MoE step through dispatch and combine with all others."""
 
     rank: int
+    """Of the process: DP rank x tensor parallel size + member."""
     num_kv_blocks: int
     """Agreed: the minimum over ranks."""
     block_size: int

@@ -90,8 +90,11 @@ class ModelRunner:
         """Rows that this rank's experts have computed since the start."""
         return self._model.num_moe_rows
 
+    def batch(self, schedule: Schedule) -> ForwardBatch:
+        """The tensors of a step."""
+        return make_batch(schedule, self._block_size, self._device)
+
     @torch.inference_mode()
-    def forward(self, schedule: Schedule, dp_metadata: DPMetadata) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, dp_metadata: DPMetadata) -> torch.Tensor:
         """Logits [J, V] float32. Every rank calls it in the same steps, with or without tokens."""
-        batch = make_batch(schedule, self._block_size, self._device)
         return self._model.forward(batch, self._kv_cache, dp_metadata)

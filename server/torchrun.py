@@ -51,10 +51,12 @@ def serve_under_torchrun(config: EngineConfig, environment: LaunchEnvironment) -
             f"torchrun started {environment.world_size} ranks, {environment.local_world_size} of "
             "them on this node: several nodes are not served yet. Use --nnodes 1."
         )
-    if environment.world_size != config.parallel.data_parallel_size:
+    parallel = config.parallel
+    if environment.world_size != parallel.world_size:
         raise ConfigError(
-            f"torchrun started {environment.world_size} rank(s) and --data-parallel-size is "
-            f"{config.parallel.data_parallel_size}: give both the same number"
+            f"torchrun started {environment.world_size} rank(s), and --data-parallel-size "
+            f"{parallel.data_parallel_size} x --tensor-parallel-size "
+            f"{parallel.tensor_parallel_size} are {parallel.world_size}: they must be equal"
         )
     setup_logging(f"rank {environment.rank}", config.server.log_level)
     if environment.rank == 0:

@@ -23,6 +23,8 @@ from moed.server.messages import (
     Wake,
 )
 from moed.server.scheduler import Schedule, Scheduler
+from moed.server.step_plan import StepPlans
+from tests.moe.harness import one_rank
 from tests.server.engine.fakes import VOCAB_SIZE, expected_output, make_request, next_token
 
 PATIENCE_S = 20.0
@@ -97,7 +99,10 @@ class FakeRunner:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def forward(self, schedule: Schedule, dp_metadata: object) -> torch.Tensor:
+    def batch(self, schedule: Schedule) -> Schedule:
+        return schedule
+
+    def run(self, schedule: Schedule, dp_metadata: object) -> torch.Tensor:
         self.steps.append(schedule.num_tokens)
         rows = []
         for scheduled in schedule.requests:
@@ -132,6 +137,7 @@ class Rank:
             scheduler=self.scheduler,
             blocks=self.blocks,
             runner=self.runner,  # type: ignore[arg-type]
+            plans=StepPlans(one_rank(), torch.device("cpu")),
             agreement=self.agreement,  # type: ignore[arg-type]
             channel=self.channel,
             faults=Faults(faults, rank),

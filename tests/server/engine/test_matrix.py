@@ -18,10 +18,12 @@ from moed.server.messages import (
     ToEngine,
     TokenOutput,
 )
+from tests.dist.members import with_members
 from tests.server.engine.configs import engine_config
 from tests.worker_pool import WorkerPool
 
 BUDGETS = (1, 7, 16, 17, 64, 4096)
+SPLIT_BUDGETS = (1, 7, 64)
 NUM_TOKENS = 24
 # By rank: rank 1 has nothing to do, and takes part all the same.
 PROMPT_LENGTHS = {0: (5, 23), 1: (), 2: (40, 16)}
@@ -63,18 +65,31 @@ class ScriptedChannel:
     budget = 0
 
 
+Answers = list[list[tuple[list[int], list[float]]]]
+
+
 def serve(
-    groups: Groups, path: str, backend: str, budgets: tuple[int, ...]
-) -> list[list[tuple[list[int], list[float]]]]:
-    """On every rank: an engine for each budget; per budget and prompt, tokens and logprobs."""
+    groups: Groups,
+    path: str,
+    backend: str,
+    budgets: tuple[int, ...],
+    tensor_parallel_size: int,
+    enable_expert_parallel: bool,
+) -> Answers | None:
+    """On every rank: an engine for each budget; per budget and prompt, tokens and logprobs. None on
+    members that compute with another.
+    """
     from moed.server.engine import Engine
 
+    groups = with_members(groups, tensor_parallel_size)
     hf_config = json.loads((pathlib.Path(path) / "config.json").read_text())
     results = []
     for budget in budgets:
         config = engine_config(
             backend=capabilities()[backend],
-            ranks=groups.world_size,
+            ranks=groups.world_size // tensor_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            enable_expert_parallel=enable_expert_parallel,
             path=path,
             hf_config=hf_config,
             max_num_batched_tokens=budget,
@@ -84,15 +99,16 @@ def serve(
         params = SamplingParams(max_tokens=NUM_TOKENS, seed=1, temperature=0.0, logprobs=0)
         requests = [
             AddRequest(request_id=str(index), epoch=0, prompt_token_ids=prompt, params=params)
-            for index, prompt in enumerate(prompts_of(groups.rank))
+            for index, prompt in enumerate(prompts_of(groups.data_parallel_rank))
         ]
         channel = ScriptedChannel(requests)
         channel.budget = budget
         engine = Engine(config, groups, channel)
         engine.start({})
         engine.run()
-        results.append([_joined(channel.outputs[request.request_id]) for request in requests])
-    return results
+        if groups.tensor_rank == 0:
+            results.append([_joined(channel.outputs[request.request_id]) for request in requests])
+    return results if groups.tensor_rank == 0 else None
 
 
 def _joined(outputs: list[TokenOutput]) -> tuple[list[int], list[float]]:
@@ -152,10 +168,45 @@ def test_outputs_equal_transformers(
     backend: str,
 ) -> None:
     path, expected = checkpoint
-    by_rank = workers(ranks).run(serve, path, backend, BUDGETS)
+    by_rank = workers(ranks).run(serve, path, backend, BUDGETS, 1, True)
+    check(by_rank, expected, BUDGETS, f"of {ranks}, {backend}")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "members", "backend", "enable_expert_parallel"),
+    [
+        (1, 2, "all2allv", True),
+        (2, 2, "all2allv", True),
+        (1, 2, "allgather_reducescatter", True),
+        (2, 2, "allgather_reducescatter", True),
+        # More members than KV heads, and rows that do not divide.
+        (1, 4, "all2allv", True),
+        (1, 2, "allgather_reducescatter", False),
+        (3, 1, "allgather_reducescatter", False),
+        (2, 2, "allgather_reducescatter", False),
+    ],
+)
+def test_outputs_do_not_depend_on_how_work_is_split(
+    checkpoint: tuple[str, Truth],
+    workers: Callable[[int], WorkerPool],
+    ranks: int,
+    members: int,
+    backend: str,
+    enable_expert_parallel: bool,
+) -> None:
+    path, expected = checkpoint
+    arguments = (path, backend, SPLIT_BUDGETS, members, enable_expert_parallel)
+    by_process = workers(ranks * members).run(serve, *arguments)
+    assert [answers is not None for answers in by_process] == (
+        [True] + [False] * (members - 1)
+    ) * ranks
+    check(by_process[::members], expected, SPLIT_BUDGETS, f"of {ranks} x {members}, {backend}")
+
+
+def check(by_rank: list[Any], expected: Truth, budgets: tuple[int, ...], which: str) -> None:
     for rank, by_budget in enumerate(by_rank):
-        for budget, answers in zip(BUDGETS, by_budget, strict=True):
+        for budget, answers in zip(budgets, by_budget, strict=True):
             for answer, wanted in zip(answers, expected[rank], strict=True):
-                where = f"rank {rank} of {ranks}, {backend}, B {budget}"
+                where = f"rank {rank} {which}, B {budget}"
                 assert answer[0] == wanted[0], where
                 assert answer[1] == pytest.approx(wanted[1], abs=TOLERANCE), where
