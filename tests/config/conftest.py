@@ -71,7 +71,7 @@ def capabilities() -> dict[str, BackendCapabilities]:
     every = [
         declare("local"),
         declare("all2allv"),
-        declare("allgather_reducescatter"),
+        declare("allgather_reducescatter", can_shard_experts=True),
         declare("batched", activation_format=ActivationFormat.BATCHED),
         declare("gpu_only", devices=frozenset({"cuda"})),
         declare("hidden_2048", hidden_sizes=frozenset({2048, 4096})),

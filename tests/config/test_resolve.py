@@ -39,12 +39,19 @@ def test_automatic_backend(make: Make, ranks: int, name: str) -> None:
     ("settings", "message"),
     [
         ({"all2all_backend": "nccl"}, r"'nccl': available are auto, all2allv, allgather_re.*local"),
-        ({"all2all_backend": "local", "data_parallel_size": 2}, r"'local'.*is 2.*all2allv"),
-        ({"all2all_backend": "gpu_only", "data_parallel_size": 2}, r"runs on cuda.*'cpu'.*all2al"),
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size is 2: only 1.*later"),
         (
-            {"enable_expert_parallel": False, "data_parallel_size": 2},
-            r"enable_expert_parallel is off and data_parallel_size is 2",
+            {"all2all_backend": "local", "data_parallel_size": 2},
+            r"'local'.*size 2 x .* are 2.*all2allv",
+        ),
+        ({"all2all_backend": "gpu_only", "data_parallel_size": 2}, r"runs on cuda.*'cpu'.*all2al"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size is 3.* 4 attention heads .*1, 2, 4"),
+        (
+            {
+                "enable_expert_parallel": False,
+                "data_parallel_size": 2,
+                "all2all_backend": "all2allv",
+            },
+            r"enable_expert_parallel is off.*'all2allv'.*one of allgather_reducescatter",
         ),
         ({"num_kv_blocks": 4, "kv_cache_memory": 5}, r"num_kv_blocks is 4 and kv_cache_memory is"),
         (
