@@ -11,7 +11,7 @@ from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
 from moed.config.quantization import quantization_of
 
-SERVED_MODEL_TYPES = ("mixtral", "qwen3_moe")
+SERVED_MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
 DTYPES = ("float32", "bfloat16", "float16")
 
 BUNDLED_NAME = "moed-demo"

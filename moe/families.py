@@ -103,19 +103,43 @@ def _rope_theta(config: Mapping[str, Any], otherwise: float) -> float:
     return float(rope.get("rope_theta") or config.get("rope_theta") or otherwise)
 
 
-def _qwen3_moe(model: ModelConfig) -> DecoderFeatures:
+def _moe_layers(model: ModelConfig) -> tuple[bool, ...]:
+    """Every `decoder_sparse_step`th layer, `mlp_only_layers` left out."""
     config = model.hf_config
     step = int(config.get("decoder_sparse_step") or 1)
     dense = set(config.get("mlp_only_layers") or ())
+    return tuple(
+        layer not in dense and (layer + 1) % step == 0 for layer in range(model.num_layers)
+    )
+
+
+def _qwen2_moe(model: ModelConfig) -> DecoderFeatures:
+    config = model.hf_config
+    common = _common(model, rope_theta=1e4, rms_norm_eps=1e-6)
+    common["shared_intermediate_size"] = int(config.get("shared_expert_intermediate_size") or 0)
+    # Which layers slide depends on their number there; no checkpoint is known that asks for it.
+    if config.get("use_sliding_window"):
+        raise ModelError("use_sliding_window of a qwen2_moe model is not served; served is false")
+    return DecoderFeatures(
+        **common,
+        has_qk_norm=False,
+        attention_bias=bool(config.get("qkv_bias", True)),
+        attention_output_bias=False,
+        renormalize=bool(config.get("norm_topk_prob", False)),
+        moe_layers=_moe_layers(model),
+        sliding_window=None,
+    )
+
+
+def _qwen3_moe(model: ModelConfig) -> DecoderFeatures:
+    config = model.hf_config
     return DecoderFeatures(
         **_common(model, rope_theta=1e4, rms_norm_eps=1e-6),
         has_qk_norm=True,
         attention_bias=bool(config.get("attention_bias", False)),
         attention_output_bias=bool(config.get("attention_bias", False)),
         renormalize=bool(config.get("norm_topk_prob", False)),
-        moe_layers=tuple(
-            layer not in dense and (layer + 1) % step == 0 for layer in range(model.num_layers)
-        ),
+        moe_layers=_moe_layers(model),
         sliding_window=config.get("sliding_window") if config.get("use_sliding_window") else None,
     )
 
@@ -133,6 +157,17 @@ def _mixtral(model: ModelConfig) -> DecoderFeatures:
 
 
 FAMILIES = {
+    "qwen2_moe": Family(
+        Names(
+            router="mlp.gate.weight",
+            gate="mlp.experts.{e}.gate_proj.weight",
+            up="mlp.experts.{e}.up_proj.weight",
+            down="mlp.experts.{e}.down_proj.weight",
+            shared="mlp.shared_expert.",
+            shared_gate="mlp.shared_expert_gate.weight",
+        ),
+        _qwen2_moe,
+    ),
     "qwen3_moe": Family(
         Names(
             router="mlp.gate.weight",

@@ -129,7 +129,7 @@ def test_absent_kv_heads_and_head_dim(write_checkpoint: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, r"model_type is 'llama'; served are mixtral, qwen3_moe"),
+        ({"model_type": "llama"}, r"model_type is 'llama'; served are mixtral, qwen2_moe, qwen3_moe"),
         ({"model_type": None}, r"model_type is None; served are"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
         ({"hidden_size": None}, r"config\.json: hidden_size is missing"),
@@ -165,7 +165,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
 
 
 def test_served_families_are_listed_once() -> None:
-    assert set(SERVED_MODEL_TYPES) == {"mixtral", "qwen3_moe"}
+    assert set(SERVED_MODEL_TYPES) == {"mixtral", "qwen2_moe", "qwen3_moe"}
 
 
 def test_the_bundled_model_is_found_and_served() -> None:

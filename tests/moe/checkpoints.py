@@ -30,6 +30,16 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "initializer_range": 0.25,
+    },
     # Without norms of query and key, larger weights make attention so sharp that rounding shows.
     "mixtral": {
         "num_local_experts": 8,
@@ -49,20 +59,25 @@ def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: A
     from transformers import (
         MixtralConfig,
         MixtralForCausalLM,
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
     )
 
     sizes = {**_COMMON, **_OF_FAMILY[family]}
-    sizes["num_experts" if family == "qwen3_moe" else "num_local_experts"] = num_experts
+    sizes["num_local_experts" if family == "mixtral" else "num_experts"] = num_experts
     sizes["num_experts_per_tok"] = min(sizes["num_experts_per_tok"], num_experts)
     sizes |= changes
     torch.manual_seed(seed)
     model: Any
-    if family == "qwen3_moe":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
-    else:
-        model = MixtralForCausalLM(MixtralConfig(**sizes))
+    match family:
+        case "qwen3_moe":
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+        case "qwen2_moe":
+            model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes))
+        case _:
+            model = MixtralForCausalLM(MixtralConfig(**sizes))
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -42,6 +42,8 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("mixtral", {}),
+    ("qwen2_moe", {}),
+    ("qwen2_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}),
     ("qwen3_moe", {"tie_word_embeddings": True}),
     ("qwen3_moe", {"attention_bias": True}),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
@@ -73,7 +75,7 @@ def test_whole_prompt_and_decodes_equal_transformers(
         assert_close(found, expected[position : position + 1])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("piece", [1, 7, 16, 17, 64])
 def test_prompt_in_pieces_equals_transformers(make: Make, family: str, piece: int) -> None:
     truth, fresh = make(family)
@@ -97,7 +99,7 @@ def test_sliding_window_in_pieces(make: Make, piece: int) -> None:
     assert_close(torch.cat([step["b"] for step in found]), true_logits(truth, other))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
 def test_ragged_requests_share_a_batch(make: Make, family: str) -> None:
     truth, fresh = make(family)
     prompts = {str(length): prompt(length, seed=length) for length in (1, 2, 15, 16, 17, 50)}
@@ -106,7 +108,7 @@ def test_ragged_requests_share_a_batch(make: Make, family: str) -> None:
         assert_close(found[name], true_logits(truth, tokens))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
 def test_decodes_mix_with_prefills(make: Make, family: str) -> None:
     truth, fresh = make(family)
     texts = {name: prompt(60, seed=ord(name)) for name in "abcde"}
@@ -130,7 +132,7 @@ def test_decodes_mix_with_prefills(make: Make, family: str) -> None:
             done[name] += n
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
 def test_greedy_tokens_equal_transformers(make: Make, family: str) -> None:
     truth, fresh = make(family)
     prompts = {"a": prompt(9, seed=3), "b": prompt(21, seed=4)}
@@ -148,7 +150,7 @@ def test_greedy_tokens_equal_transformers(make: Make, family: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
 def test_batch_mates_do_not_change_a_request(make: Make, family: str) -> None:
     _, fresh = make(family)
     tokens = prompt(31, seed=5)

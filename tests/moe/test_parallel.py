@@ -95,6 +95,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple
     [
         ("qwen3_moe", 8, 2),
         ("mixtral", 8, 2),
+        ("qwen2_moe", 8, 2),
         ("qwen3_moe", 8, 3),
         ("qwen3_moe", 6, 4),
         ("qwen3_moe", 3, 2),

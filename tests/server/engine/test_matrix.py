@@ -135,7 +135,7 @@ def truth(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
 Truth = dict[int, list[tuple[list[int], list[float]]]]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "qwen2_moe"])
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Truth]]:
