@@ -5,11 +5,14 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moed.config.errors import ConfigError
 from moed.config.names import REMOVED_VARIABLES, refuse_removed, setting_of_key, setting_of_variable
 from moed.config.options import ENVIRONMENT_PREFIX
+
+if TYPE_CHECKING:
+    from yaml import MappingNode, SafeLoader
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,9 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]
             continue
         setting = setting_of_variable(variable)
         if not value:
+            if setting.option.secret:
+                # Whoever asks for a key and has none to give would serve everybody.
+                raise ConfigError(f"{variable} is set and empty: give it a key, or unset it")
             continue
         if setting.name in found:
             raise ConfigError(
@@ -87,6 +93,25 @@ def _from_file(value: Any, is_list: bool) -> Any:
     return tuple(value) if is_list and isinstance(value, list) else value
 
 
+def _unique_keys(base: "type[SafeLoader]") -> "type[SafeLoader]":
+    """A loader that refuses a key given twice, of which YAML's own takes the last in silence."""
+    import yaml
+
+    class Loader(base):  # type: ignore[valid-type, misc]
+        def construct_mapping(self, node: "MappingNode", deep: bool = False) -> dict[Any, Any]:
+            names = [key.value for key, _ in node.value]
+            for index, name in enumerate(names):
+                if name in names[:index]:
+                    mark = node.value[index][0].start_mark
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{name!r} is given twice: keep one", mark
+                    )
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
+    return Loader
+
+
 def _parse(path: str) -> Mapping[Any, Any]:
     import yaml
 
@@ -97,7 +122,7 @@ def _parse(path: str) -> Mapping[Any, Any]:
     try:
         if Path(path).suffix == ".toml":
             return tomllib.loads(text)
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _unique_keys(yaml.SafeLoader))
     except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"the config file {path} cannot be parsed: {error}") from error
     if content is None:

@@ -31,6 +31,7 @@ from moed.server.messages import (
     Drain,
     Drained,
     FromFrontend,
+    FrontendFailure,
     GroupReady,
     RankLost,
     RankReady,
@@ -74,7 +75,9 @@ def run_frontend(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(frontend.serve())
     except MoedError as error:
-        logger.error("%s", error)
+        last_words = FrontendFailure(error=str(error), exit_code=error.exit_code)
+        with contextlib.suppress(OSError):
+            launcher_pipe.send_bytes(msgspec.msgpack.encode(last_words))
         sys.exit(error.exit_code)
 
 
@@ -133,6 +136,7 @@ class Frontend:
         self._channel_address = channel_address
         self._pipe = launcher_pipe
         self._commands: asyncio.Queue[ToFrontend] = asyncio.Queue()
+        self._is_serving = False
         self._has_announced = False
 
     async def serve(self) -> None:
@@ -180,6 +184,8 @@ class Frontend:
     async def _announce(self) -> None:
         await self._server.wait_started()
         self._tell(Serving())
+        self._is_serving = True
+        self._check_ready()
 
     async def _load_text_tools(self) -> None:
         folder = self._config.model.path
@@ -198,7 +204,7 @@ class Frontend:
         self._check_ready()
 
     def _check_ready(self) -> None:
-        if self._state.health.is_ready and not self._has_announced:
+        if self._state.health.is_ready and self._is_serving and not self._has_announced:
             self._has_announced = True
             self._tell(
                 GroupReady(

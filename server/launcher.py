@@ -33,6 +33,7 @@ from moed.server.messages import (
     Drain,
     Drained,
     FromFrontend,
+    FrontendFailure,
     GroupReady,
     RankFailure,
     RankLost,
@@ -174,6 +175,7 @@ class Supervisor:
         self._ranks: list[Rank] = []
         self._frontend: SpawnProcess | None = None
         self._frontend_pipe: Connection | None = None
+        self._frontend_failure: FrontendFailure | None = None
         self._signals: list[int] = []
         self._group_is_ready = False
         # Signals only write a byte here, so that `wait` wakes up; the watch loop decides.
@@ -240,9 +242,21 @@ class Supervisor:
             if ended:
                 return self._on_rank_end()
             if self._frontend is not None and not self._frontend.is_alive():
-                logger.error("the HTTP front end ended: %s", describe_exit(self._frontend.exitcode))
-                return EXIT_RANK_DIED
+                return self._on_frontend_end()
             self._wait_for_news(None)
+
+    def _on_frontend_end(self) -> int:
+        assert self._frontend is not None and self._frontend_pipe is not None
+        if not self._frontend_pipe.closed:
+            self._read_frontend()
+        failure = self._frontend_failure
+        if failure is None:
+            logger.error("the HTTP front end ended: %s", describe_exit(self._frontend.exitcode))
+            return EXIT_RANK_DIED
+        # First the ranks, so that the reason is the last line of the log.
+        self._end_all(0.0)
+        logger.error("the HTTP front end failed: %s", failure.error)
+        return failure.exit_code
 
     def _wait_for_news(self, timeout_s: float | None) -> list[object]:
         """Block until a signal, a message of the front end, or the end of a process."""
@@ -266,6 +280,8 @@ class Supervisor:
                 message = _from_frontend.decode(self._frontend_pipe.recv_bytes())
                 messages.append(message)
                 self._group_is_ready |= isinstance(message, GroupReady)
+                if isinstance(message, FrontendFailure):
+                    self._frontend_failure = message
                 log_progress(self._config, self._http_socket, message)
         except (EOFError, OSError):
             self._frontend_pipe.close()

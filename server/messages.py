@@ -211,4 +211,11 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
     """Requests that got an error event instead of their end."""
 
 
-FromFrontend = Serving | GroupReady | Drained
+class FrontendFailure(msgspec.Struct, frozen=True, tag="frontend_failure", kw_only=True):
+    """The front end's last words: it cannot serve, for a reason that a user can mend."""
+
+    error: str
+    exit_code: int
+
+
+FromFrontend = Serving | GroupReady | Drained | FrontendFailure

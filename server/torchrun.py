@@ -30,7 +30,15 @@ from moed.server.launcher import (
 )
 from moed.server.lifecycle import describe_exit
 from moed.server.logs import setup_logging
-from moed.server.messages import Drain, Drained, FromFrontend, RankLost, StopNow, ToFrontend
+from moed.server.messages import (
+    Drain,
+    Drained,
+    FromFrontend,
+    FrontendFailure,
+    RankLost,
+    StopNow,
+    ToFrontend,
+)
 from moed.server.rank import describe_failure, serve_rank
 
 if TYPE_CHECKING:
@@ -152,6 +160,8 @@ class FrontendThread:
                     log_progress(self._config, self._http_socket, message)
                     if isinstance(message, Drained):
                         self.drained.set()
+                    elif isinstance(message, FrontendFailure):
+                        logger.error("the HTTP front end failed: %s", message.error)
             except (EOFError, OSError):
                 self._process.join(FLUSH_S)
             if not self._process.is_alive():

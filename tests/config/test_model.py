@@ -129,7 +129,10 @@ def test_absent_kv_heads_and_head_dim(write_checkpoint: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, r"model_type is 'llama'; served are mixtral, qwen2_moe, qwen3_moe"),
+        (
+            {"model_type": "llama"},
+            r"model_type is 'llama'; served are mixtral, qwen2_moe, qwen3_moe",
+        ),
         ({"model_type": None}, r"model_type is None; served are"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
         ({"hidden_size": None}, r"config\.json: hidden_size is missing"),

@@ -179,3 +179,15 @@ def test_a_revision_that_yaml_reads_as_a_number_is_refused(tmp_path: Path) -> No
         serve("--config", str(tmp_path / "a.yaml"))
     (tmp_path / "a.yaml").write_text("revision: '0123'\n")
     assert serve("--config", str(tmp_path / "a.yaml")).revision == "0123"
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "moed.yaml"
+    path.write_text("port: 8000\nhost: localhost\nport: 9000\n")
+    with pytest.raises(ConfigError, match=r"(?s)'port' is given twice.*line 3"):
+        read_file(str(path))
+
+
+def test_an_empty_secret_is_not_taken_for_none() -> None:
+    with pytest.raises(ConfigError, match=r"MOED_API_KEY is set and empty.*unset it"):
+        read_variables({"MOED_API_KEY": ""})

@@ -1,7 +1,9 @@
 """How the processes start, fail and stop, seen from outside."""
 
 import contextlib
+import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +19,7 @@ import openai
 import psutil
 import pytest
 
+from moed.config.model import bundled_checkpoint
 from tests.daemon import Daemon, events, wait_gone
 
 
@@ -277,3 +280,12 @@ def test_closed_standard_streams() -> None:
     finally:
         process.kill()
         process.wait(10)
+
+
+def test_a_front_end_that_cannot_load_says_why_last(tmp_path: pathlib.Path) -> None:
+    for file in bundled_checkpoint().iterdir():
+        shutil.copy(file, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with Daemon(str(tmp_path)) as daemon:
+        assert daemon.wait_exit(20) == 65
+        assert "tokenizer.json" in daemon.lines[-1] and "Traceback" not in daemon.log

@@ -75,7 +75,7 @@ def tensors_of(case: Case) -> Tensors:
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+        return torch.randn(*shape, generator=generator) / float(shape[-1]) ** 0.5
 
     router = normal(case.num_experts, D) * 3
     if case.router == "ties":
@@ -101,7 +101,8 @@ def rows_of(rank: int, step: int, num_rows: int) -> torch.Tensor:
 
 def swiglu(row: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     gate, up = (gate_up.double() @ row).chunk(2)
-    return down.double() @ (gate * torch.sigmoid(gate) * up)
+    result: torch.Tensor = down.double() @ (gate * torch.sigmoid(gate) * up)
+    return result
 
 
 def dense(case: Case, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
