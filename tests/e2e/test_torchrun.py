@@ -48,4 +48,4 @@ def test_a_killed_rank_ends_the_group_under_torchrun() -> None:
 def test_a_number_of_ranks_that_differs_from_torchruns_is_refused() -> None:
     with Daemon(command=TORCHRUN, ranks=3) as daemon:
         assert daemon.wait_exit(60) != 0
-        assert "2 rank(s), and --data-parallel-size 3 x --tensor-parallel-size 1 are 3" in daemon.log
+        assert "2 rank(s), and --data-parallel-size 3 x" in daemon.log
