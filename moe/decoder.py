@@ -17,6 +17,7 @@ from moed.moe.experts import Experts, swiglu
 from moed.moe.families import DecoderFeatures
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.kv_cache import KVCache, local_kv_heads
+from moed.moe.linear import Linear
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -51,12 +52,10 @@ def rotate(states: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> t
 class Attention:
     """Weights of one layer's attention, of the H and G heads that this process computes."""
 
-    qkv: torch.Tensor
-    """[(H + 2 G) d, D]."""
-    qkv_bias: torch.Tensor | None
-    output: torch.Tensor
-    """[D, H d]."""
-    output_bias: torch.Tensor | None
+    qkv: Linear
+    """To (H + 2 G) d."""
+    output: Linear
+    """From H d."""
     query_key_norm: torch.Tensor | None
     """[H + G, d]: the query's weights for H heads, then the key's for G."""
 
@@ -100,10 +99,10 @@ class Decoder:
         layers: list[Layer],
         experts: list[Experts],
         final_norm: torch.Tensor,
-        head: torch.Tensor,
+        head: Linear,
         tensor_parallel: TensorParallel,
     ) -> None:
-        """`embedding` [V, D], `head` [V, D]; `experts` are those inside `layers`."""
+        """`embedding` [V, D], `head` to V; `experts` are those inside `layers`."""
         self._model = model
         self._features = features
         self._embedding = embedding
@@ -152,7 +151,7 @@ class Decoder:
                 part = swiglu(normed, layer.mlp.gate_up, layer.mlp.down)
                 hidden = hidden + self._tensor_parallel.sum(part)
         wanted = rms_norm(hidden[batch.logits_indices], self._final_norm, eps)
-        return F.linear(wanted, self._head).float()
+        return self._head(wanted).float()
 
     def _attend(
         self,
@@ -165,7 +164,7 @@ class Decoder:
         if not hidden.shape[0]:
             return self._tensor_parallel.sum(hidden.clone())
         heads, kv_heads, head_dim = self._num_heads, self._num_kv_heads, self._model.head_dim
-        states = F.linear(hidden, weights.qkv, weights.qkv_bias)
+        states = weights.qkv(hidden)
         states = states.view(-1, heads + 2 * kv_heads, head_dim)
         rotated, value = states[:, : heads + kv_heads], states[:, heads + kv_heads :]
         if weights.query_key_norm is not None:
@@ -175,4 +174,4 @@ class Decoder:
         step.kv_cache.write(index, key, value, step.slots)
         attended = paged_attention(query, index, step.kv_cache, step.plan, head_dim**-0.5)
         rows = attended.reshape(-1, heads * head_dim)
-        return self._tensor_parallel.sum(F.linear(rows, weights.output, weights.output_bias))
+        return self._tensor_parallel.sum(weights.output(rows))

@@ -17,6 +17,7 @@ from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
 from moed.moe.experts import Experts, ExpertWeights, make_experts
 from moed.moe.families import DecoderFeatures, FusedNames, Names, family_of
 from moed.moe.fused_moe import FusedMoE
+from moed.moe.linear import Linear
 from moed.moe.loader import Checkpoint, Dummy, Source
 from moed.moe.progress import layer_progress
 from moed.moe.router import Router
@@ -121,7 +122,7 @@ class _Builder:
             layers,
             self._experts,
             final_norm,
-            head,
+            Linear(head, None),
             self._tensor_parallel,
         )
 
@@ -161,15 +162,17 @@ class _Builder:
         if features.attention_output_bias:
             bias = source.get(f"{prefix}o_proj.bias", (hidden,))
         return Attention(
-            qkv=join_rows([rows_of(f"{name}_proj.weight", own, hidden) for name, own in parts]),
-            qkv_bias=(
+            qkv=Linear(
+                join_rows([rows_of(f"{name}_proj.weight", own, hidden) for name, own in parts]),
                 join_rows([rows_of(f"{name}_proj.bias", own) for name, own in parts])
                 if features.attention_bias
-                else None
+                else None,
             ),
-            output=output if size == 1 else output[:, query.start : query.stop].contiguous(),
-            # Added once, not by each member.
-            output_bias=bias if self._tensor_parallel.is_first else None,
+            output=Linear(
+                output if size == 1 else output[:, query.start : query.stop].contiguous(),
+                # Added once, not by each member.
+                bias if self._tensor_parallel.is_first else None,
+            ),
             query_key_norm=(
                 join_rows([norm_of("q", query), norm_of("k", kv)]) if features.has_qk_norm else None
             ),

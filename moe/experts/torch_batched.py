@@ -7,6 +7,7 @@ import torch
 
 from moed.dist.all2all.base import Dispatched
 from moed.moe.experts.base import ExpertWeights, silu_and_multiply
+from moed.moe.linear import Linear
 
 
 class TorchBatchedExperts:
@@ -17,8 +18,8 @@ class TorchBatchedExperts:
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._gate_up = weights.gate_up.values.transpose(1, 2).unbind()
-        self._down = weights.down.values.transpose(1, 2).unbind()
+        self._gate_up = [Linear(weight, None) for weight in weights.gate_up.values.unbind()]
+        self._down = [Linear(weight, None) for weight in weights.down.values.unbind()]
         self.num_rows = 0
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
@@ -39,10 +40,11 @@ class TorchBatchedExperts:
     def _compute(
         self, hidden: torch.Tensor, output: torch.Tensor, used: list[int], sizes: list[int]
     ) -> None:
-        gate_up = hidden.new_empty(sum(sizes), self._gate_up[0].shape[1])
-        for part, expert, size in zip(gate_up.split_with_sizes(sizes), used, sizes, strict=True):
-            torch.mm(hidden[expert, :size], self._gate_up[expert], out=part)
+        parts = [
+            self._gate_up[expert](hidden[expert, :size])
+            for expert, size in zip(used, sizes, strict=True)
+        ]
         # The activation once for all: for one row its call costs as much as the products.
-        active = silu_and_multiply(gate_up).split_with_sizes(sizes)
+        active = silu_and_multiply(torch.cat(parts)).split_with_sizes(sizes)
         for part, expert, size in zip(active, used, sizes, strict=True):
-            torch.mm(part, self._down[expert], out=output[expert, :size])
+            output[expert, :size] = self._down[expert](part)

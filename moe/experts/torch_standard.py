@@ -7,10 +7,10 @@ expert lives here.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from moed.dist.all2all.base import Dispatched
 from moed.moe.experts.base import ExpertWeights, silu_and_multiply
+from moed.moe.linear import Linear
 
 
 class TorchExperts:
@@ -20,8 +20,8 @@ class TorchExperts:
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
-        # One tensor per expert, made once instead of sliced in every step.
-        self._gate_up, self._down = weights.gate_up.values.unbind(), weights.down.values.unbind()
+        self._gate_up = [Linear(weight, None) for weight in weights.gate_up.values.unbind()]
+        self._down = [Linear(weight, None) for weight in weights.down.values.unbind()]
         self.num_rows = 0
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
@@ -49,9 +49,9 @@ class TorchExperts:
         used = [expert for expert, count in enumerate(counts) if count]
         sizes = [counts[expert] for expert in used]
 
-        def multiply(inputs: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        def multiply(inputs: torch.Tensor, weights: Sequence[Linear]) -> torch.Tensor:
             parts = zip(inputs.split_with_sizes(sizes), used, strict=True)
-            return torch.cat([F.linear(part, weights[expert]) for part, expert in parts])
+            return torch.cat([weights[expert](part) for part, expert in parts])
 
         # The activation once for all: for one row its call costs as much as the products.
         return multiply(silu_and_multiply(multiply(hidden, self._gate_up)), self._down)

@@ -12,6 +12,7 @@ from moed.moe.experts import (
     reference_batched_experts,
     reference_experts,
 )
+from moed.moe.linear import Linear
 
 HIDDEN, SIZE, CAPACITY = 16, 24, 9
 
@@ -101,13 +102,13 @@ def test_rows_beyond_the_counts_are_neither_read_nor_written(
 def test_cost_follows_the_counts(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
     """Two matrix products per expert that has rows, each over those rows alone."""
     rows: list[int] = []
-    real = torch.mm
+    real = Linear.__call__
 
-    def counted(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        rows.append(left.shape[0])
-        return real(left, right, out=out)
+    def counted(linear: Linear, inputs: torch.Tensor) -> torch.Tensor:
+        rows.append(inputs.shape[0])
+        return real(linear, inputs)
 
-    monkeypatch.setattr(torch, "mm", counted)
+    monkeypatch.setattr(Linear, "__call__", counted)
     TorchBatchedExperts(weights_of(3))(rows_of(counts, capacity=500), False)
     once = [count for count in counts if count]
     assert rows == once + once

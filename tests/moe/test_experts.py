@@ -10,6 +10,7 @@ from moed.config.capabilities import ActivationFormat
 from moed.config.errors import ConfigError
 from moed.dist.all2all.base import Dispatched
 from moed.moe.experts import ExpertWeights, TorchExperts, make_experts, reference_experts
+from moed.moe.linear import Linear
 
 HIDDEN, SIZE = 16, 24
 
@@ -117,11 +118,13 @@ def test_empty_experts_cost_nothing(
     """Two matrix products per expert that has rows, each over those rows alone."""
     rows: list[int] = []
 
-    def counted(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows.append(hidden.shape[0])
-        return hidden @ weight.T
+    real = Linear.__call__
 
-    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    def counted(linear: Linear, inputs: torch.Tensor) -> torch.Tensor:
+        rows.append(inputs.shape[0])
+        return real(linear, inputs)
+
+    monkeypatch.setattr(Linear, "__call__", counted)
     experts = TorchExperts(weights_of(8, torch.float32))
     experts(rows_of(ids, 2), True)
     assert len(rows) == num_products

@@ -5,6 +5,7 @@ Each process holds its share; the reference holds all experts and computes row b
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -75,7 +76,7 @@ def tensors_of(case: Case) -> Tensors:
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) / float(shape[-1]) ** 0.5
+        return torch.randn(*shape, generator=generator) * (1 / math.sqrt(shape[-1]))
 
     router = normal(case.num_experts, D) * 3
     if case.router == "ties":
