@@ -22,7 +22,12 @@ from moed.config.memory import (
     workspace_items,
 )
 from moed.config.refusals import largest_budget_in_memory, refusals
-from moed.config.weight_bytes import latent_attention, tensor_parallel_size, weight_bytes
+from moed.config.weight_bytes import (
+    experts_stay_fp8,
+    latent_attention,
+    tensor_parallel_size,
+    weight_bytes,
+)
 
 ADVISED = limits.LOW_LATENCY_ADVISED_TOKENS
 
@@ -158,9 +163,10 @@ def _notes(config: EngineConfig) -> list[str]:
     quantization = model.hf_config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        but = "; its experts stay in FP8" if experts_stay_fp8(config) else ""
         found.append(
             f"the checkpoint is quantised ({method or 'unknown method'}): weights are reckoned in "
-            f"{model.dtype}, to which they are converted as they are loaded"
+            f"{model.dtype}, to which they are converted as they are loaded{but}"
         )
     if latent_attention(model) is not None:
         found.append("the KV cache holds one compressed row a token (MLA), on each rank in full")

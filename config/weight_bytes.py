@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moed.config.engine_config import EngineConfig, ModelConfig
+from moed.config.quantization import FP8_BLOCK_SIZE, StoredFormat
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 PARTS = ("embedding", "attention", "router", "experts", "shared experts", "dense MLP", "head")
@@ -46,7 +47,23 @@ def latent_attention(model: ModelConfig) -> Latent | None:
 def weight_bytes(config: EngineConfig) -> dict[str, int]:
     """Bytes of each of `PARTS` on one rank, the fullest where experts do not divide evenly."""
     itemsize = BYTES_PER_NUMBER[config.model.dtype]
-    return {part: count * itemsize for part, count in _num_weights(config).items()}
+    found = {part: count * itemsize for part, count in _num_weights(config).items()}
+    if experts_stay_fp8(config):
+        # A byte each, and a float32 scale for each block.
+        blocks = FP8_BLOCK_SIZE[0] * FP8_BLOCK_SIZE[1]
+        count = found["experts"] // itemsize
+        found["experts"] = count + count // blocks * 4
+    return found
+
+
+def experts_stay_fp8(config: EngineConfig) -> bool:
+    """Whether experts stored in FP8 blocks are computed with as they are: on GPUs, unless each is
+    split over processes.
+    """
+    found = config.model.hf_config.get("quantization_config")
+    is_fp8 = isinstance(found, Mapping) and found.get("quant_method") == StoredFormat.FP8_BLOCK
+    parallel = config.parallel
+    return is_fp8 and parallel.device == "cuda" and parallel.enable_expert_parallel
 
 
 def _num_weights(config: EngineConfig) -> dict[str, int]:

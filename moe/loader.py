@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from moed.config.errors import ModelError
 from moed.config.quantization import Quantization
-from moed.moe.quantization import PLAIN_DTYPES, Part, StoredWeights, stored_weights
+from moed.moe.block_scaled import BlockScaled
+from moed.moe.quantization import PLAIN_DTYPES, Fp8Block, Part, StoredWeights, stored_weights
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -39,6 +40,14 @@ class Source(Protocol):
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         """Row `row` of the tensor `name` of `shape`, and no other byte of it."""
+        ...
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether the tensor `name` is stored in FP8 blocks."""
+        ...
+
+    def get_fp8(self, name: str, shape: Sequence[int]) -> BlockScaled:
+        """The tensor `name` of `shape`, which `is_fp8`, as it is stored; scales in float32."""
         ...
 
     def skip(self, name: str) -> None:
@@ -152,6 +161,17 @@ class Checkpoint:
         read = [self._header(name + part.suffix)[row] for part in self._parts(name, shape)]
         return self._plain(name, read, shape[1:])
 
+    def is_fp8(self, name: str) -> bool:
+        return isinstance(self.quantized_as(name), Fp8Block)
+
+    def get_fp8(self, name: str, shape: Sequence[int]) -> BlockScaled:
+        """See `Source.get_fp8`."""
+        values, scales = (
+            self._open[self._file_of[name + part.suffix]].get_tensor(name + part.suffix)
+            for part in self._parts(name, shape)
+        )
+        return BlockScaled(values.to(self.device), scales.to(self.device, torch.float32))
+
     def _plain(self, name: str, read: list[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
         stored = self.quantized_as(name)
         if stored is None:
@@ -218,6 +238,13 @@ class Dummy:
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         return self.get(f"{name} {row}", shape[1:])
+
+    def is_fp8(self, name: str) -> bool:
+        return False
+
+    def get_fp8(self, name: str, shape: Sequence[int]) -> BlockScaled:
+        """Never asked for."""
+        raise NotImplementedError
 
     def skip(self, name: str) -> None:
         """Nothing to do."""

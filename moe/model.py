@@ -13,8 +13,9 @@ from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.placement import ExpertPlacement, SlotMap
 from moed.dist.tensor_parallel import TensorParallel
+from moed.moe.block_scaled import BlockScaled, WeightFormat
 from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
-from moed.moe.experts import Experts, ExpertWeights, make_experts
+from moed.moe.experts import Experts, ExpertWeights, can_compute, make_experts
 from moed.moe.families import DecoderFeatures, FusedNames, Names, family_of
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.linear import Linear
@@ -75,6 +76,22 @@ def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
         joined[start : start + part.shape[0]] = part
         start += part.shape[0]
     return joined
+
+
+def stack_fp8(parts: list[BlockScaled], per_slot: int, num_slots: int) -> BlockScaled:
+    """[num_slots, rows, K] from matrices of equal shape, `per_slot` of them below each other in a
+    slot, their scales likewise. Slots without matrices are zero.
+    """
+
+    def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
+        first = tensors[0]
+        shape = (num_slots, per_slot, *first.shape)
+        stacked = torch.zeros(shape, dtype=first.dtype, device=first.device)
+        for index, tensor in enumerate(tensors):
+            stacked[index // per_slot, index % per_slot].copy_(tensor)
+        return stacked.view(num_slots, per_slot * first.shape[0], first.shape[1])
+
+    return BlockScaled(stack([p.values for p in parts]), stack([p.scales for p in parts]))
 
 
 class _Builder:
@@ -237,6 +254,8 @@ class _Builder:
         of zeros.
         """
         placement, model = self._placement, self._model
+        if not is_fused and self._stays_fp8(prefix):
+            return self._fp8_experts(prefix)
         own = placement.local_expert_ids(self._rank)
         shard = shard_of(model.moe_intermediate_size, placement, self._rank)
         dtype, device = getattr(torch, model.dtype), self._source.device
@@ -254,6 +273,48 @@ class _Builder:
             self._fill(prefix, own, gate_up, down, shard)
         return ExpertWeights.plain(gate_up, down)
 
+    def _stays_fp8(self, prefix: str) -> bool:
+        """Whether all own experts are stored in FP8 and can be computed with as they are."""
+        own, names = self._placement.local_expert_ids(self._rank), self._names
+        stored = [
+            self._source.is_fp8(prefix + name.format(e=expert))
+            for expert in own
+            for name in (names.gate, names.up, names.down)
+        ]
+        return (
+            bool(own)
+            and not self._placement.is_sharded
+            and all(stored)
+            and can_compute(
+                self._backend.capabilities.activation_format,
+                self._config.parallel.device,
+                WeightFormat.FP8_BLOCK,
+            )
+        )
+
+    def _fp8_experts(self, prefix: str) -> ExpertWeights:
+        """As `_routed_experts`, with the numbers and scales of the files."""
+        names, source = self._names, self._source
+        size, hidden = self._model.moe_intermediate_size, self._model.hidden_size
+        own = self._placement.local_expert_ids(self._rank)
+        self._skip_others(prefix, own)
+        gate_up, down = [], []
+        for expert in own:
+            gate, up, out = (
+                prefix + name.format(e=expert) for name in (names.gate, names.up, names.down)
+            )
+            gate_up += [source.get_fp8(gate, (size, hidden)), source.get_fp8(up, (size, hidden))]
+            down.append(source.get_fp8(out, (hidden, size)))
+        num_slots = len(own)
+        if self._backend.capabilities.activation_format is ActivationFormat.BATCHED:
+            num_slots = self._placement.num_local_slots
+        return ExpertWeights(stack_fp8(gate_up, 2, num_slots), stack_fp8(down, 1, num_slots))
+
+    def _skip_others(self, prefix: str, own: tuple[int, ...]) -> None:
+        for expert in set(range(self._model.num_experts)) - set(own):
+            for name in (self._names.gate, self._names.up, self._names.down):
+                self._source.skip(prefix + name.format(e=expert))
+
     def _fill(
         self,
         prefix: str,
@@ -264,9 +325,7 @@ class _Builder:
     ) -> None:
         """Into [e, 2i, D] and [e, D, i], from a checkpoint with three matrices per expert."""
         names, source, hidden = self._names, self._source, self._model.hidden_size
-        for expert in set(range(self._model.num_experts)) - set(own):
-            for name in (names.gate, names.up, names.down):
-                source.skip(prefix + name.format(e=expert))
+        self._skip_others(prefix, own)
         taken = slice(shard.start, shard.stop)
         for local, expert in enumerate(own):
             gate, up, out = (

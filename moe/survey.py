@@ -7,6 +7,7 @@ import torch
 
 from moed.config.errors import ModelError
 from moed.config.sizes import format_bytes
+from moed.moe.block_scaled import SCALE_BLOCK, BlockScaled
 from moed.moe.loader import DERIVED_SUFFIX, Checkpoint, first_names
 
 
@@ -35,6 +36,21 @@ class Survey:
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         return self._read(name, shape, tuple(shape[1:]))
+
+    def is_fp8(self, name: str) -> bool:
+        return self._checkpoint.is_fp8(name)
+
+    def get_fp8(self, name: str, shape: Sequence[int]) -> BlockScaled:
+        """Without storage; its bytes count as they are stored."""
+        if name not in self._asked:
+            before = self.loaded_bytes
+            self._read(name, shape, tuple(shape))
+            self.loaded_bytes = before + self._checkpoint.stored_bytes(name, shape)
+        blocks = (math.ceil(size / SCALE_BLOCK) for size in shape)
+        return BlockScaled(
+            torch.empty(tuple(shape), dtype=torch.float8_e4m3fn, device=self.device),
+            torch.empty(tuple(blocks), device=self.device),
+        )
 
     def _read(self, name: str, shape: Sequence[int], wanted: tuple[int, ...]) -> torch.Tensor:
         """`wanted`: the shape of what is read of the weight `name` of `shape`."""

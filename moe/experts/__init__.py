@@ -1,7 +1,7 @@
 """The experts of one rank: one implementation for each format and device."""
 
 from moed.moe.experts.base import Experts, ExpertWeights, swiglu
-from moed.moe.experts.choice import make_experts
+from moed.moe.experts.choice import can_compute, make_experts
 from moed.moe.experts.reference import reference_batched_experts, reference_experts
 from moed.moe.experts.torch_batched import TorchBatchedExperts
 from moed.moe.experts.torch_standard import TorchExperts
@@ -11,6 +11,7 @@ __all__ = [
     "Experts",
     "TorchBatchedExperts",
     "TorchExperts",
+    "can_compute",
     "make_experts",
     "reference_batched_experts",
     "reference_experts",

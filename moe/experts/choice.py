@@ -85,6 +85,18 @@ _CHOICES = (
 )
 
 
+def can_compute(
+    activation_format: ActivationFormat, device_type: str, weight_format: WeightFormat
+) -> bool:
+    """Whether any implementation can run here."""
+    wanted = (activation_format, device_type, weight_format)
+    return any(
+        (choice.activation_format, choice.device_type, choice.weight_format) == wanted
+        and choice.obstacle() is None
+        for choice in _CHOICES
+    )
+
+
 def make_experts(
     activation_format: ActivationFormat, device_type: str, weights: ExpertWeights
 ) -> Experts:

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from moed.config.errors import ModelError
 from moed.config.quantization import quantization_of
+from moed.dist.all2all.base import Dispatched
 from moed.dist.placement import ExpertPlacement
+from moed.moe.block_scaled import SCALE_BLOCK, BlockScaled
+from moed.moe.experts import ExpertWeights, TorchExperts
 from moed.moe.loader import Checkpoint
 from moed.moe.survey import Survey
 from tests.moe.checkpoints import make_checkpoint, make_model, prompt, true_logits
@@ -230,3 +233,53 @@ def test_bytes_of_files_and_of_memory(tmp_path: Path) -> None:
     assert survey.loaded_bytes == (160 + 2 * 160 * 160) * 2
     summary = survey.summary()
     assert summary is not None and "50.7 KiB in its files become 100.3 KiB" in summary
+
+
+class DequantizedLate:
+    """Experts that keep what they are given, and compute with it in plain numbers."""
+
+    kept: ClassVar[list[ExpertWeights]] = []
+
+    def __init__(self, activation_format: object, device_type: str, weights: ExpertWeights) -> None:
+        self.kept.append(weights)
+        self._experts = TorchExperts(
+            ExpertWeights.plain(
+                torch.cat([dequantized(weights.gate_up, half) for half in (0, 1)], dim=1),
+                dequantized(weights.down, None),
+            )
+            if weights.device.type == "cpu"
+            else ExpertWeights.plain(torch.empty(0, 2, 2), torch.empty(0, 2, 1))
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self._experts.num_rows
+
+    def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
+        return self._experts(dispatched, apply_weights)
+
+
+def dequantized(weights: BlockScaled, half: int | None) -> torch.Tensor:
+    """[e, rows, K] float32, of all rows or of one half; each half's scales begin anew."""
+    values, scales = weights.values.float(), weights.scales
+    if half is not None:
+        values, scales = values.chunk(2, dim=1)[half], scales.chunk(2, dim=1)[half]
+    rows, columns = values.shape[1:]
+    wide = scales.repeat_interleave(SCALE_BLOCK, dim=1).repeat_interleave(SCALE_BLOCK, dim=2)
+    return values * wide[:, :rows, :columns]
+
+
+def test_fp8_stays_fp8_where_it_can_be_computed_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, quantized = write("fp8", tmp_path, "qwen3_moe")
+    tokens = prompt(20, seed=1)
+    expected = load_alone(quantized).step({"a": tokens})["a"]
+    monkeypatch.setattr(DequantizedLate, "kept", [])
+    monkeypatch.setattr("moed.moe.model.can_compute", lambda *wanted: True)
+    monkeypatch.setattr("moed.moe.model.make_experts", DequantizedLate)
+    found = load_alone(quantized).step({"a": tokens})["a"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    # A survey and a load of each layer, and never in plain numbers.
+    assert DequantizedLate.kept
+    assert all(w.gate_up.is_fp8 and w.down.is_fp8 for w in DequantizedLate.kept)
