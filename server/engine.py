@@ -93,11 +93,10 @@ class Engine:
         in a step.
         """
         assert self._loop is not None
-        try:
-            self._loop.run()
-        finally:
-            if self._backend is not None:
-                self._backend.close()
+        self._loop.run()
+        # Only together, after an orderly end: a buffer may wait for peers that are gone otherwise.
+        if self._backend is not None:
+            self._backend.close()
 
     def _load(self) -> Decoder:
         """The dispatch backend, checked with known rows, and the model with this rank's experts."""

@@ -125,7 +125,9 @@ class RowFormat:
         rows = torch.zeros(tensors[0].shape[0], sum(sizes), dtype=torch.uint8)
         start = 0
         for tensor, (dtype, _), size in zip(tensors, self.parts, sizes, strict=True):
-            part = tensor.to(dtype).contiguous().view(torch.uint8)
+            # New memory: one column may lie with a stride of 0, which no other dtype can view.
+            plain = torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+            part = plain.view(torch.uint8)
             rows[:, start : start + part.shape[1]] = part
             start += size
         return rows
