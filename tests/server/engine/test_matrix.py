@@ -175,6 +175,10 @@ def test_outputs_equal_transformers(
 @pytest.mark.parametrize(
     ("ranks", "members", "backend", "enable_expert_parallel"),
     [
+        (2, 1, "deepep_low_latency", True),
+        (2, 1, "deepep_high_throughput", True),
+        (3, 1, "deepep_v2", True),
+        (2, 2, "deepep_low_latency", True),
         (1, 2, "all2allv", True),
         (2, 2, "all2allv", True),
         (1, 2, "allgather_reducescatter", True),
