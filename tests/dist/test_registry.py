@@ -17,20 +17,23 @@ from tests.worker_pool import WorkerPool
 
 
 def test_declarations_stand_under_their_own_names() -> None:
+    standard, batched = ActivationFormat.STANDARD, ActivationFormat.BATCHED
     declared = capabilities()
-    assert list(declared) == [
-        "local",
-        "allgather_reducescatter",
-        "all2allv",
-        "deepep_low_latency",
-        "deepep_high_throughput",
-        "deepep_v2",
+    # In order, with the format and whether the backend's combine applies the router's weights.
+    assert [
+        (name, backend.activation_format, backend.applies_router_weights)
+        for name, backend in declared.items()
+    ] == [
+        ("local", standard, False),
+        ("allgather_reducescatter", standard, False),
+        ("all2allv", standard, False),
+        ("deepep_low_latency", batched, True),
+        ("deepep_high_throughput", standard, False),
+        ("deepep_v2", standard, False),
     ]
     for name, backend in declared.items():
         assert backend.name == name and backend.description
-        assert backend.activation_format is ActivationFormat.STANDARD
         assert backend.requires_expert_parallel == (name != "local")
-        assert not backend.applies_router_weights
 
 
 @pytest.mark.parametrize("module", ["moed.dist.registry", "moed.dist.launch"])

@@ -233,7 +233,6 @@ def test_idle_daemon_sleeps(served: Daemon) -> None:
     which looks at its sockets every 10 ms.
     """
     served.assert_at_rest()
-    time.sleep(0.5)
     processes = [psutil.Process(pid) for pid in all_pids(served)]
 
     def wakes_of_main_threads() -> list[int]:
@@ -243,16 +242,18 @@ def test_idle_daemon_sleeps(served: Daemon) -> None:
     def used_s() -> float:
         return sum(p.cpu_times().user + p.cpu_times().system for p in processes)
 
-    wakes, used = wakes_of_main_threads(), used_s()
-    time.sleep(5)
-    launcher, http, *ranks = (
-        after - before for before, after in zip(wakes, wakes_of_main_threads(), strict=True)
-    )
-    assert launcher == 0 and max(ranks) == 0
-    # Once a second, for the Date header of answers.
-    assert http <= 15
-    # A loaded machine makes each of gloo's looks dearer; polling would cost seconds.
-    assert used_s() - used < 0.15
+    def is_still() -> bool:
+        wakes, used = wakes_of_main_threads(), used_s()
+        time.sleep(5)
+        launcher, http, *ranks = (
+            after - before for before, after in zip(wakes, wakes_of_main_threads(), strict=True)
+        )
+        # The front end: once a second, for the Date header of answers. A loaded machine makes each
+        # of gloo's looks dearer; polling would cost seconds.
+        return launcher == 0 and max(ranks) == 0 and http <= 15 and used_s() - used < 0.15
+
+    # The way to sleep takes a while on a loaded machine; who polls is never still.
+    assert any(is_still() for _ in range(3))
 
 
 def test_python_dash_m_and_version() -> None:
