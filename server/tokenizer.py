@@ -46,6 +46,8 @@ class TextTokenizer:
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self.size: int = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        """One more than the largest id."""
         self._is_byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
         self._max_token_characters = max(map(len, tokenizer.get_vocab()), default=1)
         self._anchor = self._find_anchor()
