@@ -18,6 +18,7 @@ from moed.moe.model import Decoder, load_model
 from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import Channel, EngineLoop
 from moed.server.faults import Faults
+from moed.server.grammar_masks import NO_MASKS, GrammarMasks
 from moed.server.kv_sizing import MIB, decide_max_model_len, own_num_blocks
 from moed.server.member_loop import MemberLoop, run_warm_up
 from moed.server.messages import AddRequest, RankProgress, RankReady, SamplingParams
@@ -75,6 +76,7 @@ class Engine:
                 agreement=agreement,
                 channel=self._channel,
                 faults=self._faults,
+                grammars=GrammarMasks(self._config.model, self._config.parallel.num_threads),
                 first_step_id=WARM_UP_STEP_ID + 1,
             )
         phases = {"load": kv_started - load_started, "warm_up": time.monotonic() - kv_started}
@@ -162,7 +164,7 @@ class Engine:
         self._plans.send(StepPlan(WARM_UP_STEP_ID, RankState.WORKING, batch))
         agreed = agreement.agree(WARM_UP_STEP_ID, schedule.num_tokens, RankState.WORKING, 0)
         logits = runner.run(batch, agreed.dp_metadata)
-        (output,) = scheduler.update(schedule, sample(schedule, logits))
+        (output,) = scheduler.update(schedule, sample(schedule, logits, NO_MASKS))
         if output.error is not None:
             raise ModelError(f"the warm-up step failed: {output.error}")
 

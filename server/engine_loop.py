@@ -6,6 +6,7 @@ from typing import Protocol
 from moed.dist.agreement import Agreement, DecisionKind, RankState
 from moed.server.block_manager import BlockManager
 from moed.server.faults import Faults
+from moed.server.grammar_masks import NO_MASKS, GrammarMasks
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
@@ -52,6 +53,7 @@ class EngineLoop:
         agreement: Agreement,
         channel: Channel,
         faults: Faults,
+        grammars: GrammarMasks,
         first_step_id: int,
     ) -> None:
         self._rank = rank
@@ -62,6 +64,7 @@ class EngineLoop:
         self._agreement = agreement
         self._channel = channel
         self._faults = faults
+        self._grammars = grammars
         self._step_id = first_step_id
         self._num_steps = 0
         self._wake_number = 0
@@ -91,8 +94,10 @@ class EngineLoop:
             case DecisionKind.SLEEP:
                 self._sleep()
                 return True
+        pending = self._grammars.start(schedule)
         logits = self._runner.run(batch, agreed.dp_metadata)
-        outputs = self._scheduler.update(schedule, sample(schedule, logits))
+        masks = NO_MASKS if pending is None else pending.result()
+        outputs = self._scheduler.update(schedule, sample(schedule, logits, masks))
         self._num_steps += 1
         self._report(outputs)
         return True

@@ -24,6 +24,7 @@ from moed.server.api.state import AppState, TextTools
 from moed.server.channel import FrontendChannel
 from moed.server.chat_template import ChatTemplate
 from moed.server.engine_client import EngineClient
+from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
 from moed.server.lifecycle import die_with_parent
 from moed.server.logs import setup_logging
@@ -145,7 +146,8 @@ class Frontend:
         health = Health(self._config.parallel.world_size)
         metrics = Metrics(self._config)
         self._engine = EngineClient(self._config, channel, health, metrics)
-        self._state = AppState(self._config, self._engine, health, metrics)
+        grammars = GrammarChecker(self._config.model)
+        self._state = AppState(self._config, self._engine, health, metrics, grammars)
         self._server = HttpServer(self._uvicorn_config())
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read_pipe)
         try:
@@ -164,6 +166,7 @@ class Frontend:
         except* MoedError as group:
             raise group.exceptions[0] from None
         finally:
+            grammars.close()
             channel.close()
 
     def _uvicorn_config(self) -> uvicorn.Config:

@@ -39,6 +39,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     """Tokens that end the output: those of the request and, unless `ignore_eos`, the model's EOS
     ids.
     """
+    grammar: str | None = None
+    """What the output must follow, as llguidance reads it; then only an end token comes."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):

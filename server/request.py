@@ -15,7 +15,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """One request on one rank. The scheduler alone changes it."""
 

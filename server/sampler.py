@@ -4,17 +4,18 @@ Legend: J rows of logits, R requests that choose a token, V vocabulary.
 
 Order, as in vLLM's V1 engine: log-probabilities of the distribution as the model gave it; then
 `logit_bias`; `min_tokens` (stop tokens are ruled out); repetition, frequency and presence
-penalties; greedy requests take the first maximum; the others go on with temperature, `min_p`,
-`top_k`, `top_p`, and one draw. No row's result depends on another row.
+penalties; what a grammar allows; greedy requests take the first maximum; the others go on with
+temperature, `min_p`, `top_k`, `top_p`, and one draw. No row's result depends on another row.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from moed.server.draw import draw, filtered_weights, uniform
+from moed.server.grammar_masks import TokenMasks
 from moed.server.logits_rules import apply_rules, is_ruled
 from moed.server.logprobs import Wanted, token_logprobs
 from moed.server.messages import TokenLogprobs
@@ -25,7 +26,7 @@ from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
 GREEDY_TEMPERATURE = 1e-5
 
 NOT_FINITE = "the model's logits are not finite numbers; the checkpoint or its dtype is at fault"
-NOTHING_LEFT = "logit_bias and min_tokens leave no token to choose"
+NOTHING_LEFT = "logit_bias, min_tokens and the grammar leave no token to choose"
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class _Choice:
 
 
 @torch.inference_mode()
-def sample(schedule: Schedule, logits: torch.Tensor) -> list[Sampled]:
+def sample(schedule: Schedule, logits: torch.Tensor, masks: TokenMasks) -> list[Sampled]:
     """One result per scheduled request. `logits` [J, V] float32, unchanged, J rows in the order of
-    the requests' `logits_positions`.
+    the requests' `logits_positions`. `masks` holds those of all requests with a grammar.
 
     Logits that are not numbers give their request an error and leave the others alone.
     """
@@ -64,18 +65,20 @@ def sample(schedule: Schedule, logits: torch.Tensor) -> list[Sampled]:
     # A maximum is NaN when any logit is.
     maxima, most_likely = logits.max(dim=1)
     is_finite: list[bool] = maxima.isfinite().tolist()
-    choices = _choose(parts, logits, most_likely.tolist())
+    choices = _choose(parts, logits, most_likely.tolist(), masks)
     wanted = [_wanted(rows, choice) for rows, choice in zip(parts, choices, strict=True)]
     scores = iter(token_logprobs(logits, [entry for entries in wanted for entry in entries]))
     results = []
     for rows, choice, entries in zip(parts, choices, wanted, strict=True):
         scored = [next(scores) for _ in entries]
-        results.append(_result(rows, choice, scored, all(is_finite[rows.start : rows.end])))
+        result = _result(rows, choice, scored, all(is_finite[rows.start : rows.end]))
+        error = masks.error(rows.scheduled.request)
+        results.append(result if error is None else replace(result, error=error))
     return results
 
 
 def _choose(
-    parts: list[_Rows], logits: torch.Tensor, most_likely: list[int]
+    parts: list[_Rows], logits: torch.Tensor, most_likely: list[int], masks: TokenMasks
 ) -> list[_Choice | None]:
     """For each request that chooses a token in this step, its choice. Plain greedy ones, the usual
     load, cost nothing more than the maximum that is known already.
@@ -84,7 +87,8 @@ def _choose(
     found: Iterator[_Choice] = iter(())
     if special:
         last = torch.tensor([rows.end - 1 for rows in special], device=logits.device)
-        tokens, is_possible = choose_tokens(logits[last], [r.scheduled.request for r in special])
+        requests = [rows.scheduled.request for rows in special]
+        tokens, is_possible = choose_tokens(logits[last], requests, masks)
         found = map(_Choice, tokens.tolist(), is_possible.tolist())
     choices: list[_Choice | None] = []
     for rows in parts:
@@ -98,7 +102,9 @@ def _choose(
 
 
 def _is_plain(request: Request) -> bool:
-    return request.params.temperature < GREEDY_TEMPERATURE and not is_ruled(request)
+    params = request.params
+    is_free = params.grammar is None and not is_ruled(request)
+    return params.temperature < GREEDY_TEMPERATURE and is_free
 
 
 def _wanted(rows: _Rows, choice: _Choice | None) -> list[Wanted]:
@@ -131,13 +137,14 @@ def _result(
 
 
 def choose_tokens(
-    logits: torch.Tensor, requests: Sequence[Request]
+    logits: torch.Tensor, requests: Sequence[Request], masks: TokenMasks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next token of each request: ([R] int64, [R] bool, False where no token was left).
 
     `logits` [R, V] float32 is overwritten.
     """
     apply_rules(logits, requests)
+    masks.apply(logits, requests)
     token_ids = logits.argmax(dim=1)
     is_possible = logits.amax(dim=1).isfinite()
     drawing = [i for i, r in enumerate(requests) if r.params.temperature >= GREEDY_TEMPERATURE]

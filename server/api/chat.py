@@ -23,6 +23,7 @@ from moed.server.api.requests import ChatBody, Message, Tool
 from moed.server.api.respond import respond
 from moed.server.api.responses import ChatChoice, ChatMessage, ChunkChoice, Delta
 from moed.server.api.state import AppState
+from moed.server.api.structured import asked_grammar, engine_grammar
 from moed.server.chat_template import TemplateFailed
 
 KIND = "chat.completion"
@@ -44,6 +45,7 @@ def chat_router(state: AppState) -> APIRouter:
             ignored = check_unknown(body, state.config)
             check_num_choices(body.n or 1, state)
             sampling = make_sampling(body, state.config, defaults, state.context_length)
+            asked = asked_grammar(body)
             no_tools = (body.model_extra or {}).get("tool_choice") == "none"
             text = await render(
                 state,
@@ -54,6 +56,8 @@ def chat_router(state: AppState) -> APIRouter:
                 options=body.chat_template_kwargs or {},
             )
             prompt = await tokenize_conversation(text, bool(body.add_special_tokens), state)
+            if asked is not None:
+                sampling = sampling.with_grammar(await engine_grammar(asked, state, prefix=""))
             return Generation(state, request, body, [prompt], sampling, ignored, "chatcmpl")
 
         events = stream_chat if body.stream else None

@@ -32,6 +32,7 @@ from moed.server.api.requests import CompletionBody
 from moed.server.api.respond import respond
 from moed.server.api.responses import CompletionChoice
 from moed.server.api.state import AppState
+from moed.server.api.structured import asked_grammar, engine_grammar
 
 KIND = "text_completion"
 
@@ -48,7 +49,10 @@ def completions_router(state: AppState) -> APIRouter:
             served_model(body.model, state)
             ignored = check_unknown(body, state.config)
             sampling = make_sampling(body, state.config, defaults, state.context_length)
+            asked = asked_grammar(body)
             prompts = await read_prompts(body, state)
+            if asked is not None:
+                sampling = sampling.with_grammar(await engine_grammar(asked, state, prefix=""))
             return Generation(state, request, body, prompts, sampling, ignored, "cmpl")
 
         events = stream_completion if body.stream else None

@@ -3,7 +3,7 @@
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moed.config.engine_config import EngineConfig
@@ -25,12 +25,8 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None,),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
+    "structured_outputs.structural_tag": (None,),
+    "structured_outputs.whitespace_pattern": (None,),
     "prompt_logprobs": (None,),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
@@ -181,6 +177,10 @@ class Sampling:
             seed=self._seed(choice),
             **self.shared,
         )
+
+    def with_grammar(self, grammar: str) -> "Sampling":
+        """The same, for outputs that follow `grammar` (as the engines read it)."""
+        return replace(self, shared={**self.shared, "grammar": grammar})
 
     def _seed(self, choice: int) -> int:
         if self.seed is None:

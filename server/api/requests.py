@@ -22,6 +22,7 @@ MAX_MESSAGES = 20_000
 MAX_TOOLS = 1000
 MAX_ID_CHARACTERS = 200
 MAX_STOP_STRINGS = 4
+MAX_GRAMMAR_CHOICES = 4096
 MAX_STOP_CHARACTERS = 1000
 MAX_STOP_TOKEN_IDS = 128
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -101,6 +102,42 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+def _check_choice(value: list[str]) -> list[str]:
+    if not all(value):
+        raise _wrong("must not hold an empty string")
+    return value
+
+
+Choice = Annotated[
+    list[str], Field(min_length=1, max_length=MAX_GRAMMAR_CHOICES), AfterValidator(_check_choice)
+]
+Schema = str | dict[str, Any]
+
+
+class JsonSchemaFormat(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """Every schema is followed to the letter."""
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """One of these."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choice | None = None
+    grammar: str | None = None
+    """In Lark's syntax, or GBNF."""
+
+
 class SamplingBody(Body):
     """What both completion routes share."""
 
@@ -136,12 +173,19 @@ class SamplingBody(Body):
     request_id: ClientId | None = None
     """Echoed as `x-request-id`."""
     add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: str | None = None
 
     def unknown_fields(self) -> dict[str, Any]:
         unknown = super().unknown_fields()
-        if self.stream_options is not None:
-            nested = self.stream_options.unknown_fields()
-            unknown |= {f"stream_options.{name}": value for name, value in nested.items()}
+        for outer in ("stream_options", "response_format", "structured_outputs"):
+            given: Body | None = getattr(self, outer)
+            nested = {} if given is None else given.unknown_fields()
+            unknown |= {f"{outer}.{name}": value for name, value in nested.items()}
         return unknown
 
 

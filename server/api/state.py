@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from moed.config.engine_config import EngineConfig
 from moed.server.chat_template import ChatTemplate
 from moed.server.engine_client import EngineClient
+from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
 from moed.server.metrics import Metrics
 from moed.server.tokenizer import TextTokenizer
@@ -67,6 +68,7 @@ class AppState:
     engine: EngineClient
     health: Health
     metrics: Metrics
+    grammars: GrammarChecker
     text: TextTools | None = None
     open_requests: OpenRequests = field(default_factory=OpenRequests)
     created_at: int = field(default_factory=lambda: int(time.time()))

@@ -13,6 +13,7 @@ from moed.dist.agreement import Agreed, StepRecord, decide
 from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import EngineLoop
 from moed.server.faults import Faults
+from moed.server.grammar_masks import GrammarMasks
 from moed.server.messages import (
     AbortRequests,
     FromEngine,
@@ -25,6 +26,7 @@ from moed.server.messages import (
 from moed.server.scheduler import Schedule, Scheduler
 from moed.server.step_plan import StepPlans
 from tests.moe.harness import one_rank
+from tests.server.engine.configs import engine_config
 from tests.server.engine.fakes import VOCAB_SIZE, expected_output, make_request, next_token
 
 PATIENCE_S = 20.0
@@ -141,6 +143,7 @@ class Rank:
             agreement=self.agreement,  # type: ignore[arg-type]
             channel=self.channel,
             faults=Faults(faults, rank),
+            grammars=GrammarMasks(engine_config().model, num_threads=1),
             first_step_id=1,
         )
 

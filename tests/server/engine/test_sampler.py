@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moed.server.draw import draw, filtered_weights, keep_top_p, uniform
+from moed.server.grammar_masks import NO_MASKS
 from moed.server.messages import SamplingParams
 from moed.server.request import Request
 from moed.server.sampler import choose_tokens, sample
@@ -28,7 +29,7 @@ def request(prompt: list[int], output: list[int], **params: Any) -> Request:
 def run(logits: torch.Tensor, *requests: Request) -> list[Sampled]:
     """One decode step of `requests`, one row of logits each."""
     scheduled = tuple(ScheduledRequest(r, 1, range(0), True) for r in requests)
-    return sample(Schedule(scheduled, len(scheduled)), logits)
+    return sample(Schedule(scheduled, len(scheduled)), logits, NO_MASKS)
 
 
 def choose(logits: list[float] | torch.Tensor, made: Request) -> int | None:
@@ -218,7 +219,7 @@ def test_seed_decides_and_output_index_moves_on() -> None:
 
 def after_rules(logits: list[float], **params: Any) -> list[float]:
     row = torch.tensor([logits])
-    choose_tokens(row, [request([0, 1], [1, 2, 2], **{"temperature": 0.0, **params})])
+    choose_tokens(row, [request([0, 1], [1, 2, 2], **{"temperature": 0.0, **params})], NO_MASKS)
     values: list[float] = row[0].tolist()
     return values
 
@@ -286,7 +287,7 @@ def test_prompt_logprobs_score_the_next_prompt_token() -> None:
     scheduled = ScheduledRequest(made, 5, range(4), True)
     logits = random_logits(6, 8)
     step = Schedule((ScheduledRequest(other, 1, range(0), True), scheduled), 6)
-    first, second = sample(step, logits)
+    first, second = sample(step, logits, NO_MASKS)
     assert first.token_id == int(logits[0].argmax()) and first.prompt_logprobs == []
     assert second.token_id == int(logits[5].argmax())
     raw = torch.log_softmax(logits, dim=1)
@@ -305,16 +306,16 @@ def test_piece_that_ends_inside_the_prompt_chooses_nothing() -> None:
         (ScheduledRequest(silent, 2, range(0), False), ScheduledRequest(made, 2, range(2), False)),
         4,
     )
-    first, second = sample(step, random_logits(2, 9))
+    first, second = sample(step, random_logits(2, 9), NO_MASKS)
     assert (first.token_id, first.error, list(first.prompt_logprobs)) == (None, None, [])
     assert second.token_id is None and len(second.prompt_logprobs) == 2
 
 
 def test_no_rows_at_all() -> None:
-    assert sample(Schedule((), 0), torch.empty(0, V)) == []
+    assert sample(Schedule((), 0), torch.empty(0, V), NO_MASKS) == []
     made = request([1, 2, 3], [])
     step = Schedule((ScheduledRequest(made, 2, range(0), False),), 2)
-    assert sample(step, torch.empty(0, V)) == [Sampled(None, None, (), None)]
+    assert sample(step, torch.empty(0, V), NO_MASKS) == [Sampled(None, None, (), None)]
 
 
 # Faults. -----------------------------------------------------------------------------------------

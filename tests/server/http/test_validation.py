@@ -108,9 +108,6 @@ BAD = [
     ("suffix", "x"),
     ("best_of", 2),
     ("use_beam_search", True),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {}}),
-    ("guided_json", {}),
     ("functions", [{}]),
     ("prompt_logprobs", 1),
 ]
@@ -129,6 +126,7 @@ NESTED = [
     ("logit_bias", {"5": "1"}, "logit_bias.5"),
     ("stop_token_ids", [1, True], "stop_token_ids[1]"),
     ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
+    ("structured_outputs", {"structural_tag": "{}"}, "structured_outputs.structural_tag"),
 ]
 
 

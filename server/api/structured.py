@@ -1,0 +1,117 @@
+"""Structured output: which grammar a request asks for, and the text of it for the engines."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moed.server.api.errors import InvalidRequest
+from moed.server.api.requests import SamplingBody
+from moed.server.api.state import AppState
+from moed.server.grammar_checker import Question
+from moed.server.grammar_library import GrammarError
+
+ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A grammar as the client gave it."""
+
+    kind: str
+    source: str
+    param: str
+
+
+def asked_grammar(body: SamplingBody) -> Asked | None:
+    """What the output must follow. Raises `InvalidRequest` when it is asked for twice."""
+    found = [*_response_format(body), *_structured_outputs(body), *_older_names(body)]
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"{found[0].param} and {found[1].param} both say what the output must follow; give one "
+            "of them",
+            param=found[1].param,
+            code="invalid_value",
+        )
+    return found[0] if found else None
+
+
+def _response_format(body: SamplingBody) -> list[Asked]:
+    given = body.response_format
+    if given is None or given.type == "text":
+        return []
+    if given.type == "json_object":
+        return [Asked("json", ANY_OBJECT, "response_format")]
+    if given.json_schema is None:
+        raise InvalidRequest(
+            "response_format.json_schema is missing: type 'json_schema' needs it",
+            param="response_format.json_schema",
+            code="missing_required_parameter",
+        )
+    param = "response_format.json_schema.schema"
+    # Absent in a format that only names itself: any object.
+    schema = given.json_schema.schema_
+    return [Asked("json", ANY_OBJECT if schema is None else _json_text(schema, param), param)]
+
+
+def _structured_outputs(body: SamplingBody) -> list[Asked]:
+    given = body.structured_outputs
+    if given is None:
+        return []
+    values = {
+        "json": ANY_OBJECT if given.json_object else given.json_,
+        "regex": given.regex,
+        "choice": given.choice,
+        "grammar": given.grammar,
+    }
+    if given.json_object and given.json_ is not None:
+        raise InvalidRequest(
+            "structured_outputs.json and structured_outputs.json_object exclude each other",
+            param="structured_outputs.json",
+            code="invalid_value",
+        )
+    return _of_kinds("structured_outputs.", values)
+
+
+def _older_names(body: SamplingBody) -> list[Asked]:
+    """vLLM's former names."""
+    values = {
+        "json": body.guided_json,
+        "regex": body.guided_regex,
+        "choice": body.guided_choice,
+        "grammar": body.guided_grammar,
+    }
+    return _of_kinds("guided_", values)
+
+
+def _of_kinds(prefix: str, values: dict[str, Any]) -> list[Asked]:
+    found = []
+    for kind, value in values.items():
+        if value is not None:
+            param = prefix + kind
+            is_text = isinstance(value, str)
+            found.append(Asked(kind, value if is_text else _json_text(value, param), param))
+    return found
+
+
+def _json_text(value: Any, param: str) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        raise InvalidRequest(
+            f"{param} is nested too deeply", param=param, code="invalid_value"
+        ) from None
+
+
+async def engine_grammar(asked: Asked, state: AppState, prefix: str) -> str:
+    """The grammar's text for the engines, tried out. `prefix`: how the model may begin before it
+    (Lark rules, or nothing). Raises `InvalidRequest`.
+    """
+    if not asked.source.strip():
+        raise InvalidRequest(f"{asked.param} is empty", param=asked.param, code="invalid_value")
+    try:
+        return await state.grammars.check(Question(asked.kind, asked.source, prefix))
+    except GrammarError as error:
+        raise InvalidRequest(
+            f"{asked.param} cannot be followed: {error}", param=asked.param, code="invalid_value"
+        ) from None

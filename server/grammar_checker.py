@@ -1,0 +1,169 @@
+"""Grammars of requests, tried out before any engine sees them.
+
+A process of its own tries them, started with the first one: whatever a grammar costs, it costs no
+other request anything, and a try that takes too long or too much memory ends with that process.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import multiprocessing
+import resource
+import signal
+import time
+from collections import OrderedDict
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+import msgspec
+import psutil
+from llguidance import LLTokenizer
+
+from moed.config.engine_config import ModelConfig
+from moed.server.grammar_library import (
+    GrammarError,
+    check_state,
+    compile_grammar,
+    make_vocabulary,
+    to_llguidance,
+)
+from moed.server.lifecycle import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+START_S = 60.0
+# Until the process is ended.
+TRY_S = 3.0
+# Of one core. An engine compiles the same grammar again, beside its step.
+MAX_COMPILE_S = 0.3
+MAX_MEMORY_BYTES = 2**30
+MAX_GRAMMAR_CHARACTERS = 256 * 1024
+MAX_REMEMBERED = 512
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A grammar as the client gave it; see `to_llguidance`."""
+
+    kind: str
+    source: str
+    prefix: str = ""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """One of the two is None."""
+
+    grammar: str | None
+    """For the engines."""
+    error: str | None
+
+
+class GrammarChecker:
+    """Use from one event loop; `close` it."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._process: SpawnProcess | None = None
+        self._pipe: Connection | None = None
+        self._lock = asyncio.Lock()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+
+    async def check(self, question: Question) -> str:
+        """The grammar for the engines. Raises `GrammarError`."""
+        size = len(question.source)
+        if size > MAX_GRAMMAR_CHARACTERS:
+            raise GrammarError(
+                f"it has {size} characters; at most {MAX_GRAMMAR_CHARACTERS} are taken"
+            )
+        encoded = msgspec.msgpack.encode(question)
+        key = hashlib.sha256(encoded).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            async with self._lock:
+                verdict = self._verdicts.get(key)
+                if verdict is None:
+                    verdict = await asyncio.to_thread(self._ask, encoded)
+                    self._verdicts[key] = verdict
+                    if len(self._verdicts) > MAX_REMEMBERED:
+                        self._verdicts.popitem(last=False)
+        if verdict.grammar is None:
+            raise GrammarError(verdict.error or "")
+        return verdict.grammar
+
+    def _ask(self, question: bytes) -> Verdict:
+        if self._process is None or not self._process.is_alive():
+            self._start()
+        assert self._pipe is not None
+        try:
+            self._pipe.send_bytes(question)
+            if self._pipe.poll(TRY_S):
+                return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Verdict)
+        except (EOFError, OSError):
+            self.close()
+            return Verdict(None, "it takes too much memory")
+        self.close()
+        return Verdict(None, f"it takes more than {TRY_S:g} s to compile")
+
+    def _start(self) -> None:
+        self.close()
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, far_end = spawn.Pipe()
+        self._process = spawn.Process(target=run_checker, args=(self._model, far_end), daemon=True)
+        self._process.start()
+        far_end.close()
+        # Its first message says that it is ready.
+        with contextlib.suppress(EOFError, OSError):
+            if self._pipe.poll(START_S):
+                self._pipe.recv_bytes()
+
+    def close(self) -> None:
+        """End the process; a later check starts it anew. Safe to call twice."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process = self._pipe = None
+
+
+def run_checker(model: ModelConfig, pipe: Connection) -> None:
+    """Target of the process: answers questions until its parent ends."""
+    die_with_parent()
+    # A terminal's Ctrl-C reaches every process; the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    error, vocabulary = "", None
+    try:
+        vocabulary = make_vocabulary(model)
+    except GrammarError as reason:
+        error = str(reason)
+    allowed = psutil.Process().memory_info().vms + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    pipe.send_bytes(b"ready")
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            question = msgspec.msgpack.decode(pipe.recv_bytes(), type=Question)
+            verdict = Verdict(None, error)
+            if vocabulary is not None:
+                verdict = try_grammar(vocabulary, question)
+            pipe.send_bytes(msgspec.msgpack.encode(verdict))
+
+
+def try_grammar(vocabulary: LLTokenizer, question: Question) -> Verdict:
+    """Compile it, and look for its first tokens."""
+    started = time.process_time()
+    try:
+        grammar = to_llguidance(question.kind, question.source, question.prefix)
+        matcher = compile_grammar(vocabulary, grammar)
+        matcher.compute_bitmask()
+        check_state(matcher)
+    except GrammarError as error:
+        return Verdict(None, str(error))
+    except (MemoryError, RecursionError):
+        return Verdict(None, "it is too complex")
+    spent = time.process_time() - started
+    if spent > MAX_COMPILE_S:
+        return Verdict(
+            None, f"it takes {spent:.1f} s to compile; at most {MAX_COMPILE_S:g} s may go"
+        )
+    return Verdict(grammar, None)

@@ -1,0 +1,89 @@
+"""What the front end and the engines share of llguidance: one vocabulary, one set of limits.
+
+A grammar goes from the front end to an engine as text: JSON that llguidance reads, whatever the
+client gave (a JSON schema, a regular expression, …).
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import llguidance
+
+from moed.config.engine_config import ModelConfig
+
+# White space between two tokens of JSON: enough for any indentation, and no model goes on with it
+# until `max_tokens`.
+JSON_WHITESPACE = r"[ \t\n\r]{1,64}"
+KINDS = ("json", "regex", "choice", "grammar", "lark")
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be followed; the message is for the client."""
+
+
+def make_vocabulary(model: ModelConfig) -> llguidance.LLTokenizer:
+    """Takes about a second for 150,000 tokens. Raises `GrammarError`."""
+    path = pathlib.Path(model.path) / "tokenizer.json"
+    if not model.eos_token_ids:
+        raise GrammarError("this model names no end token, which structured output needs")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return llguidance.LLTokenizer(text, model.vocab_size, list(model.eos_token_ids))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise GrammarError(f"structured output cannot use this tokenizer: {error}") from None
+
+
+def limits() -> llguidance.LLParserLimits:
+    """Bounds on the work of any one grammar: some 100 ms to compile, some 10 ms for a token."""
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """A matcher at its start. Raises `GrammarError`."""
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits())
+    check_state(matcher)
+    return matcher
+
+
+def check_state(matcher: llguidance.LLMatcher) -> None:
+    """Raises `GrammarError` for a matcher that can go no further."""
+    if matcher.is_error():
+        message = matcher.get_error().removesuffix("<non-verbose/>").strip()
+        raise GrammarError(message)
+
+
+def to_llguidance(kind: str, source: str, prefix: str) -> str:
+    """The text for the engines. `prefix`: rules in Lark's syntax of which `prefix` comes before
+    what is asked for (how a model reasons first), or nothing. Raises `GrammarError`.
+    """
+    try:
+        text = _convert(kind, source)
+    except ValueError as error:
+        raise GrammarError(str(error)) from None
+    if not prefix:
+        return text
+    try:
+        body = json.loads(text)["grammars"]
+    except ValueError:
+        body = [{"lark_grammar": text}]
+    outer: dict[str, Any] = {"name": "outer", "lark_grammar": f"start: prefix @body\n{prefix}\n"}
+    return json.dumps({"grammars": [outer, {**body[0], "name": "body"}, *body[1:]]})
+
+
+def _convert(kind: str, source: str) -> str:
+    if kind == "json":
+        overrides: Any = {"whitespace_pattern": JSON_WHITESPACE}
+        return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=overrides)
+    if kind == "choice":
+        words = " | ".join(json.dumps(word) for word in json.loads(source))
+        return llguidance.grammar_from("lark", f"start: {words}")
+    assert kind in KINDS, kind
+    return llguidance.grammar_from(kind, source)  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""Structured output from the bundled model over two ranks: jsonschema and `re` judge."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import jsonschema
+import pydantic
+import pytest
+
+from moed.config.model import BUNDLED_NAME
+from tests.daemon import Daemon, events
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "answer": {"type": "string", "maxLength": 30},
+        "sure": {"type": "boolean"},
+        "ranks": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["answer", "sure", "ranks"],
+    "additionalProperties": False,
+}
+
+
+def ask(question: str) -> list[Any]:
+    return [{"role": "user", "content": question}]
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    likes: list[str]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_choice_fits_the_schema(daemon: Daemon, rank: int) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY, "strict": True}}
+    body = {
+        "messages": ask("What is the capital of France? Answer in JSON."),
+        "response_format": wanted,
+        "n": 4,
+        "temperature": 1.5,
+        "seed": 5,
+        "max_tokens": 300,
+    }
+    first = daemon.post("/v1/chat/completions", body, rank).json()
+    texts = [choice["message"]["content"] for choice in first["choices"]]
+    assert [choice["finish_reason"] for choice in first["choices"]] == ["stop"] * 4
+    for text in texts:
+        jsonschema.validate(json.loads(text), CITY)
+    assert len(set(texts)) > 1
+    # A pure function of the seed: on the other rank too.
+    again = daemon.post("/v1/chat/completions", body, 1 - rank).json()
+    assert [choice["message"]["content"] for choice in again["choices"]] == texts
+
+
+def test_openai_client_parses_into_a_model(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        found = client.chat.completions.parse(
+            model=BUNDLED_NAME,
+            messages=ask("Describe a cat in JSON."),
+            response_format=Person,
+            max_tokens=400,
+        )
+    parsed = found.choices[0].message.parsed
+    assert found.choices[0].finish_reason in ("stop", "length")
+    assert parsed is not None and parsed.name
+
+
+def test_json_object(daemon: Daemon) -> None:
+    body = {
+        "messages": ask("What is the capital of France? Answer in JSON."),
+        "response_format": {"type": "json_object"},
+        "max_tokens": 200,
+    }
+    answer = daemon.post("/v1/chat/completions", body).json()
+    # What the model says by itself.
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"answer": "Paris"}
+
+
+def test_streams_the_same(daemon: Daemon) -> None:
+    body = {
+        "prompt": "x",
+        "structured_outputs": {"regex": r"[A-C]{3}-\d{4}"},
+        "max_tokens": 40,
+        "temperature": 1,
+        "seed": 3,
+    }
+    whole = daemon.post("/v1/completions", body).json()["choices"][0]
+    assert re.fullmatch(r"[A-C]{3}-\d{4}", whole["text"]) and whole["finish_reason"] == "stop"
+    with httpx.stream(
+        "POST", f"{daemon.url}/v1/completions", json={**body, "stream": True}, timeout=30
+    ) as response:
+        pieces = [
+            choice["text"]
+            for event in events(response)
+            if event != "[DONE]"
+            for choice in event["choices"]
+        ]
+    assert "".join(pieces) == whole["text"]
+
+
+def test_choice_and_grammar(daemon: Daemon) -> None:
+    for given, allowed in (
+        ({"choice": ["Berlin", "Rome"]}, {"Berlin", "Rome"}),
+        ({"grammar": 'start: "left" | "right"'}, {"left", "right"}),
+    ):
+        body = {"messages": ask("Where?"), "structured_outputs": given, "max_tokens": 20}
+        answer = daemon.post("/v1/chat/completions", body).json()
+        assert answer["choices"][0]["message"]["content"] in allowed
+
+
+def test_bad_schemas_leave_both_ranks_alone(daemon: Daemon) -> None:
+    """The fixture looks at every rank afterwards."""
+    for schema in ({"type": "nope"}, {"$ref": "#"}, {"type": "string", "pattern": "("}):
+        for rank in (0, 1):
+            body = {"prompt": "x", "structured_outputs": {"json": schema}, "max_tokens": 3}
+            assert daemon.post("/v1/completions", body, rank).status_code == 400
+            good = {"prompt": "x", "structured_outputs": {"json": CITY}, "max_tokens": 3}
+            assert daemon.post("/v1/completions", good, rank).status_code == 200
+
+
+def test_empty_schema_ends_at_max_tokens_at_the_latest(daemon: Daemon) -> None:
+    body = {"prompt": "12 + ", "structured_outputs": {"json": {}}, "max_tokens": 30}
+    answer = daemon.post("/v1/completions", body).json()
+    assert answer["usage"]["completion_tokens"] <= 30
+
+
+def test_preemption_and_tensor_parallelism_change_nothing() -> None:
+    """Few KV blocks: four streams push each other out, and are computed again."""
+    bodies = [
+        {
+            "prompt": [65 + index] * 20,
+            "structured_outputs": {"json": CITY},
+            "max_tokens": 150,
+            "temperature": 1.2,
+            "seed": index,
+        }
+        for index in range(4)
+    ]
+    small = ("--num-kv-blocks", "14", "--max-model-len", "200", "--tensor-parallel-size", "2")
+    with Daemon(*small, ranks=1) as daemon:
+        daemon.wait_ready()
+        alone = [daemon.post("/v1/completions", body).json() for body in bodies]
+        with ThreadPoolExecutor(4) as pool:
+            together = list(pool.map(lambda b: daemon.post("/v1/completions", b).json(), bodies))
+        assert daemon.metrics()["moed:num_preemptions_total", 0] > 0
+    texts = [answer["choices"][0]["text"] for answer in together]
+    assert texts == [answer["choices"][0]["text"] for answer in alone]
+    for answer in together:
+        if answer["choices"][0]["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(answer["choices"][0]["text"]), CITY)
