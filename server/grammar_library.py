@@ -5,12 +5,13 @@ client gave (a JSON schema, a regular expression, …).
 """
 
 import json
-import pathlib
 from typing import Any
 
 import llguidance
 
 from moed.config.engine_config import ModelConfig
+from moed.config.errors import ModelError
+from moed.server.tokenizer import TextTokenizer
 
 # White space between two tokens of JSON: enough for any indentation, and no model goes on with it
 # until `max_tokens`.
@@ -22,15 +23,33 @@ class GrammarError(Exception):
     """A grammar that cannot be followed; the message is for the client."""
 
 
+class _Tokens:
+    """A vocabulary as llguidance asks for it. Reading tokenizer.json by itself, it would take every
+    added token in angle brackets for a special one, which no text is.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, model: ModelConfig) -> None:
+        self._tokenizer = tokenizer
+        padding = [b""] * (model.vocab_size - tokenizer.size)
+        self.tokens = [*map(tokenizer.token_bytes, range(tokenizer.size)), *padding]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.eos_token_id = model.eos_token_ids[0]
+        self.bos_token_id = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        """How the model would write text to which there is no alternative."""
+        return self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+
+
 def make_vocabulary(model: ModelConfig) -> llguidance.LLTokenizer:
-    """Takes about a second for 150,000 tokens. Raises `GrammarError`."""
-    path = pathlib.Path(model.path) / "tokenizer.json"
+    """Takes some seconds for 150,000 tokens. Raises `GrammarError`."""
     if not model.eos_token_ids:
         raise GrammarError("this model names no end token, which structured output needs")
     try:
-        text = path.read_text(encoding="utf-8")
-        return llguidance.LLTokenizer(text, model.vocab_size, list(model.eos_token_ids))
-    except (OSError, ValueError, RuntimeError) as error:
+        tokens = _Tokens(TextTokenizer.load(model.path), model)
+        wrapper = llguidance.TokenizerWrapper(tokens)
+        return llguidance.LLTokenizer(wrapper, model.vocab_size, list(model.eos_token_ids))
+    except (ModelError, ValueError) as error:
         raise GrammarError(f"structured output cannot use this tokenizer: {error}") from None
 
 

@@ -99,6 +99,11 @@ class TextTokenizer:
         before = [token for token in context[-CONTEXT_TOKENS:] if token not in skip]
         return WindowDetokenizer(lambda ids: self.decode(ids, False), before, skip)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token; None where the text is none."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     def token_name(self, token_id: int) -> str:
         """The vocabulary's own spelling."""
         return self._tokenizer.id_to_token(token_id) or ""

@@ -199,3 +199,19 @@ def test_padding_of_the_vocabulary_is_never_chosen(model: ModelConfig) -> None:
     logits[0, 768:] = 50.0
     (found,) = step(masks, [request("json", "{}")], logits)
     assert found.token_id is not None and found.token_id < 768
+
+
+def test_tokens_in_angle_brackets_are_text_unless_special(
+    model: ModelConfig, tokenizer: TextTokenizer
+) -> None:
+    """`<tool_call>` is a token of its own and may be written; `<|im_start|>` may not."""
+    masks = GrammarMasks(model, 1)
+    logits = torch.zeros(1, model.vocab_size)
+    (mark,) = tokenizer.encode("<tool_call>", add_special_tokens=False)
+    (special,) = tokenizer.encode("<|im_start|>", add_special_tokens=False)
+    logits[0, special], logits[0, mark] = 9.0, 8.0
+    for kind, source in (("regex", "(?s:.{1,50})"), ("choice", '["<tool_call>!", "no"]')):
+        made = request(kind, source)
+        assert step(masks, [made], logits)[0].token_id == mark
+        (after,) = step(masks, [made], logits)
+        assert after.error is None and after.token_id != special
