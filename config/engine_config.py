@@ -195,6 +195,9 @@ class ServerConfig:
     access_log: bool
     strict_params: bool
     """Refuse a request that names an unknown parameter, instead of warning in its answer."""
+    tool_call_parser: str
+    """A name of `moed.config.chat_formats`, "auto" or "none"."""
+    reasoning_parser: str
     max_request_bytes: int
     """Largest request body; a larger one is refused with 413."""
 

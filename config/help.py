@@ -73,7 +73,7 @@ def _form(setting: Setting) -> str:
     if setting.is_switch:
         return setting.flag if option.group == PLAN else f"--[no-]{setting.flag[2:]}"
     short = f"{option.short}, " if option.short else ""
-    if option.choices:
+    if option.choices and option.metavar is None:
         value = "|".join(option.choices)
     else:
         units = {"tokens": "TOKENS", "bytes": "SIZE", "seconds": "SECONDS"}

@@ -231,6 +231,8 @@ def _server(settings: ServeSettings) -> ServerConfig:
         log_level=settings.log_level,
         access_log=settings.access_log,
         strict_params=settings.strict_params,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
         max_request_bytes=settings.max_request_bytes,
     )
 

@@ -7,6 +7,12 @@ Flags, environment variables, file keys and the help are all generated from this
 
 from dataclasses import dataclass
 
+from moed.config.chat_formats import (
+    REASONING_PARSERS,
+    REASONING_SYNONYMS,
+    TOOL_CALL_PARSERS,
+    TOOL_CALL_SYNONYMS,
+)
 from moed.config.options import option
 
 MODEL = "Model"
@@ -217,6 +223,24 @@ class ServeSettings:
     )
     strict_params: bool = option(
         False, "refuse requests with unknown parameters, instead of warning", group=HTTP
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model calls tools; auto: as its chat template does; none, or one of "
+        + ", ".join(TOOL_CALL_PARSERS),
+        group=HTTP,
+        choices=("auto", "none", *TOOL_CALL_PARSERS),
+        synonyms=TOOL_CALL_SYNONYMS,
+        metavar="NAME",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its reasoning; auto: as its chat template does; none, or one of "
+        + ", ".join(REASONING_PARSERS),
+        group=HTTP,
+        choices=("auto", "none", *REASONING_PARSERS),
+        synonyms=REASONING_SYNONYMS,
+        metavar="NAME",
     )
     access_log: bool = option(True, "log a line for each HTTP request", group=HTTP)
 

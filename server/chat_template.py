@@ -106,6 +106,11 @@ class ChatTemplate:
             sources["default"] = next(iter(sources.values()))
         return cls(sources, _special_tokens(config))
 
+    @property
+    def source(self) -> str:
+        """All of the template's own text."""
+        return "\n".join(self._sources.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -22,7 +22,6 @@ from moed.server.api.http_protocol import HttpProtocol
 from moed.server.api.probes import PROBE_PATHS
 from moed.server.api.state import AppState, TextTools
 from moed.server.channel import FrontendChannel
-from moed.server.chat_template import ChatTemplate
 from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
@@ -41,7 +40,6 @@ from moed.server.messages import (
     ToFrontend,
 )
 from moed.server.metrics import Metrics
-from moed.server.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -191,10 +189,13 @@ class Frontend:
         self._check_ready()
 
     async def _load_text_tools(self) -> None:
-        folder = self._config.model.path
-        tokenizer = await asyncio.to_thread(TextTokenizer.load, folder)
-        template = await asyncio.to_thread(ChatTemplate.load, folder)
-        self._state.text = TextTools(tokenizer, template)
+        tools = await asyncio.to_thread(TextTools.load, self._config)
+        self._state.text = tools
+        logger.info(
+            "tool calls: %s; reasoning: %s",
+            "no format" if tools.tool_format is None else tools.tool_format.name,
+            "no format" if tools.reasoning_format is None else tools.reasoning_format.name,
+        )
         self._state.health.on_tokenizer()
         self._check_ready()
 

@@ -13,6 +13,7 @@ import resource
 import signal
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
@@ -39,7 +40,7 @@ TRY_S = 3.0
 MAX_COMPILE_S = 0.3
 MAX_MEMORY_BYTES = 2**30
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
-MAX_REMEMBERED = 512
+MAX_REMEMBERED = 128
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -47,7 +48,8 @@ class Question(msgspec.Struct, frozen=True):
 
     kind: str
     source: str
-    prefix: str = ""
+    outer: str = ""
+    calls: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -67,64 +69,96 @@ class GrammarChecker:
         self._pipe: Connection | None = None
         self._lock = asyncio.Lock()
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._tries: dict[bytes, _Try] = {}
 
     async def check(self, question: Question) -> str:
         """The grammar for the engines. Raises `GrammarError`."""
-        size = len(question.source)
+        size = len(question.source) + len(question.calls)
         if size > MAX_GRAMMAR_CHARACTERS:
             raise GrammarError(
                 f"it has {size} characters; at most {MAX_GRAMMAR_CHARACTERS} are taken"
             )
         encoded = msgspec.msgpack.encode(question)
         key = hashlib.sha256(encoded).digest()
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            async with self._lock:
-                verdict = self._verdicts.get(key)
-                if verdict is None:
-                    verdict = await asyncio.to_thread(self._ask, encoded)
-                    self._verdicts[key] = verdict
-                    if len(self._verdicts) > MAX_REMEMBERED:
-                        self._verdicts.popitem(last=False)
+        verdict = self._verdicts.get(key) or await self._wait(key, encoded)
         if verdict.grammar is None:
             raise GrammarError(verdict.error or "")
         return verdict.grammar
 
-    def _ask(self, question: bytes) -> Verdict:
-        if self._process is None or not self._process.is_alive():
-            self._start()
-        assert self._pipe is not None
+    async def _wait(self, key: bytes, question: bytes) -> Verdict:
+        """Join the try of this grammar, or start one. It goes on when who waits is cancelled: the
+        process can be asked one thing at a time.
+        """
+        current = self._tries.get(key)
+        if current is None:
+            current = self._tries[key] = _Try()
+            current.task = asyncio.create_task(self._try(key, question, current))
+        current.num_waiting += 1
+        assert current.task is not None
         try:
-            self._pipe.send_bytes(question)
-            if self._pipe.poll(TRY_S):
-                return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Verdict)
+            return await asyncio.shield(current.task)
+        finally:
+            current.num_waiting -= 1
+
+    async def _try(self, key: bytes, question: bytes, own: "_Try") -> Verdict:
+        try:
+            async with self._lock:
+                if not own.num_waiting:
+                    return Verdict(None, "nobody waits for it")
+                verdict = await asyncio.to_thread(self._ask, question)
+                self._verdicts[key] = verdict
+                if len(self._verdicts) > MAX_REMEMBERED:
+                    self._verdicts.popitem(last=False)
+                return verdict
+        finally:
+            del self._tries[key]
+
+    def _ask(self, question: bytes) -> Verdict:
+        pipe = self._pipe
+        if self._process is None or pipe is None or not self._process.is_alive():
+            pipe = self._start()
+        try:
+            pipe.send_bytes(question)
+            if pipe.poll(TRY_S):
+                return msgspec.msgpack.decode(pipe.recv_bytes(), type=Verdict)
         except (EOFError, OSError):
             self.close()
             return Verdict(None, "it takes too much memory")
         self.close()
         return Verdict(None, f"it takes more than {TRY_S:g} s to compile")
 
-    def _start(self) -> None:
+    def _start(self) -> Connection:
         self.close()
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, far_end = spawn.Pipe()
-        self._process = spawn.Process(target=run_checker, args=(self._model, far_end), daemon=True)
-        self._process.start()
+        pipe, far_end = spawn.Pipe()
+        process = spawn.Process(target=run_checker, args=(self._model, far_end), daemon=True)
+        process.start()
+        self._process, self._pipe = process, pipe
         far_end.close()
         # Its first message says that it is ready.
         with contextlib.suppress(EOFError, OSError):
-            if self._pipe.poll(START_S):
-                self._pipe.recv_bytes()
+            if pipe.poll(START_S):
+                pipe.recv_bytes()
+        return pipe
 
     def close(self) -> None:
-        """End the process; a later check starts it anew. Safe to call twice."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process.close()
-        if self._pipe is not None:
-            self._pipe.close()
-        self._process = self._pipe = None
+        """End the process; a later check starts it anew. Safe to call twice, from any thread."""
+        process, self._process = self._process, None
+        pipe, self._pipe = self._pipe, None
+        if process is not None:
+            process.kill()
+            process.join()
+            process.close()
+        if pipe is not None:
+            pipe.close()
+
+
+@dataclass(eq=False)
+class _Try:
+    """A grammar that is being tried, or will be."""
+
+    task: "asyncio.Task[Verdict] | None" = None
+    num_waiting: int = 0
 
 
 def run_checker(model: ModelConfig, pipe: Connection) -> None:
@@ -153,7 +187,7 @@ def try_grammar(vocabulary: LLTokenizer, question: Question) -> Verdict:
     """Compile it, and look for its first tokens."""
     started = time.process_time()
     try:
-        grammar = to_llguidance(question.kind, question.source, question.prefix)
+        grammar = to_llguidance(question.kind, question.source, question.outer, question.calls)
         matcher = compile_grammar(vocabulary, grammar)
         matcher.compute_bitmask()
         check_state(matcher)

@@ -79,22 +79,28 @@ def check_state(matcher: llguidance.LLMatcher) -> None:
         raise GrammarError(message)
 
 
-def to_llguidance(kind: str, source: str, prefix: str) -> str:
-    """The text for the engines. `prefix`: rules in Lark's syntax of which `prefix` comes before
-    what is asked for (how a model reasons first), or nothing. Raises `GrammarError`.
+def to_llguidance(kind: str, source: str, outer: str, calls: str) -> str:
+    """The text for the engines. `outer`: Lark rules around what is asked for, in which `@body`
+    stands for it and `@calls` for `calls`, Lark rules too; or nothing. Raises `GrammarError`.
     """
     try:
         text = _convert(kind, source)
     except ValueError as error:
         raise GrammarError(str(error)) from None
-    if not prefix:
+    if not outer:
         return text
     try:
         body = json.loads(text)["grammars"]
     except ValueError:
         body = [{"lark_grammar": text}]
-    outer: dict[str, Any] = {"name": "outer", "lark_grammar": f"start: prefix @body\n{prefix}\n"}
-    return json.dumps({"grammars": [outer, {**body[0], "name": "body"}, *body[1:]]})
+    parts: list[dict[str, Any]] = [
+        {"name": "outer", "lark_grammar": outer},
+        {**body[0], "name": "body"},
+        *body[1:],
+    ]
+    if calls:
+        parts.append({"name": "calls", "lark_grammar": calls})
+    return json.dumps({"grammars": parts})
 
 
 def _convert(kind: str, source: str) -> str:

@@ -27,6 +27,7 @@ from moed.server.request import Request
 from moed.server.scheduler import Schedule
 
 MAX_COMPILED = 64
+MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class GrammarMasks:
         self._num_words = (model.vocab_size + 31) // 32
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._vocabulary = self._thread.submit(make_vocabulary, model)
-        self._executor = llguidance.LLExecutor(num_threads)
+        self._executor = llguidance.LLExecutor(min(num_threads, MAX_THREADS))
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._progress: WeakKeyDictionary[Request, _Progress] = WeakKeyDictionary()
 

@@ -91,9 +91,16 @@ class TextTokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, context: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        """For an output that follows the tokens `context` (its last few are enough)."""
-        skip = self.special_ids if skip_special_tokens else frozenset()
+    def detokenizer(
+        self,
+        context: Sequence[int],
+        skip_special_tokens: bool,
+        shown: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """For an output that follows the tokens `context` (its last few are enough). The special
+        tokens `shown` are never skipped.
+        """
+        skip = self.special_ids - shown if skip_special_tokens else frozenset()
         if self._is_byte_level:
             return ByteLevelDetokenizer(self.token_bytes, skip)
         before = [token for token in context[-CONTEXT_TOKENS:] if token not in skip]

@@ -11,6 +11,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moed.server.api.answer_plan import AnswerPlan, offered_tools, plan_answer
+from moed.server.api.chat_output import ChatOutput
 from moed.server.api.choice_text import Token
 from moed.server.api.completions import check_length, check_num_choices
 from moed.server.api.errors import InvalidRequest
@@ -18,10 +20,16 @@ from moed.server.api.event_stream import DONE, event
 from moed.server.api.generation import Generation, PromptTokens, encode_all, served_model
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import ChatLogprobs, chat_logprobs
-from moed.server.api.parameters import Defaults, check_unknown, make_sampling
+from moed.server.api.parameters import Defaults, Ignored, Sampling, check_unknown, make_sampling
 from moed.server.api.requests import ChatBody, Message, Tool
 from moed.server.api.respond import respond
-from moed.server.api.responses import ChatChoice, ChatMessage, ChunkChoice, Delta
+from moed.server.api.responses import (
+    ChatChoice,
+    ChunkChoice,
+    CompletionTokensDetails,
+    Delta,
+    Usage,
+)
 from moed.server.api.state import AppState
 from moed.server.api.structured import asked_grammar, engine_grammar
 from moed.server.chat_template import TemplateFailed
@@ -45,25 +53,66 @@ def chat_router(state: AppState) -> APIRouter:
             ignored = check_unknown(body, state.config)
             check_num_choices(body.n or 1, state)
             sampling = make_sampling(body, state.config, defaults, state.context_length)
-            asked = asked_grammar(body)
-            no_tools = (body.model_extra or {}).get("tool_choice") == "none"
+            asked, tools = asked_grammar(body), offered_tools(body)
             text = await render(
                 state,
                 body.messages,
-                None if no_tools else body.tools,
+                tools,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=bool(body.continue_final_message),
-                options=body.chat_template_kwargs or {},
+                options=template_options(body),
             )
             prompt = await tokenize_conversation(text, bool(body.add_special_tokens), state)
-            if asked is not None:
-                sampling = sampling.with_grammar(await engine_grammar(asked, state, prefix=""))
-            return Generation(state, request, body, [prompt], sampling, ignored, "chatcmpl")
+            plan = plan_answer(body, tools, text, asked, state.tools)
+            if plan.question is not None:
+                grammar = await engine_grammar(plan.question, plan.param, state)
+                sampling = sampling.with_grammar(grammar)
+            return ChatGeneration(state, request, body, prompt, sampling, ignored, plan)
 
         events = stream_chat if body.stream else None
         return await respond(request, start(), events, whole_chat)
 
     return router
+
+
+class ChatGeneration(Generation):
+    """A generation whose choices are read for reasoning and tool calls."""
+
+    def __init__(
+        self,
+        state: AppState,
+        request: Request,
+        body: ChatBody,
+        prompt: PromptTokens,
+        sampling: Sampling,
+        ignored: Ignored,
+        plan: AnswerPlan,
+    ) -> None:
+        super().__init__(state, request, body, [prompt], sampling, ignored, "chatcmpl", plan.shown)
+        shows_reasoning = body.include_reasoning is not False
+        self.outputs = [
+            ChatOutput(plan.options, choice.text, shows_reasoning=shows_reasoning)
+            for choice in self.choices
+        ]
+
+    @property
+    def usage(self) -> Usage:
+        usage = super().usage
+        num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
+        usage.completion_tokens_details = CompletionTokensDetails(num_reasoning)
+        return usage
+
+
+def template_options(body: ChatBody) -> dict[str, Any]:
+    """Variables of the chat template that the request sets."""
+    options: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        # Templates know one of these.
+        is_on = body.reasoning_effort != "none"
+        options = {"enable_thinking": is_on, "thinking": is_on}
+        if is_on:
+            options["reasoning_effort"] = body.reasoning_effort
+    return {**options, **(body.chat_template_kwargs or {})}
 
 
 async def render(
@@ -150,15 +199,20 @@ def _prompt_token_ids(generation: Generation) -> Any:
 
 
 def whole_chat(generation: Generation) -> Response:
+    assert isinstance(generation, ChatGeneration)
     choices = []
-    for index, choice in enumerate(generation.choices):
+    for index, (choice, output) in enumerate(
+        zip(generation.choices, generation.outputs, strict=True)
+    ):
+        for number, piece in enumerate(choice.pieces, 1):
+            output.deltas(piece, is_last=number == len(choice.pieces))
         tokens = choice.tokens
         choices.append(
             ChatChoice(
                 index=index,
-                message=ChatMessage(content=choice.output_text),
+                message=output.message,
                 logprobs=_logprobs(generation, tokens),
-                finish_reason=choice.text.finish_reason,
+                finish_reason=output.finish_reason,
                 stop_reason=choice.text.stop_reason,
                 token_ids=_token_ids(generation, tokens),
             )
@@ -178,12 +232,15 @@ def whole_chat(generation: Generation) -> Response:
 
 
 async def stream_chat(generation: Generation) -> AsyncGenerator[bytes, None]:
-    """A chunk with the role for each choice, its text as it comes, and a chunk that ends it."""
+    """A chunk with the role for each choice, what it says as it comes, and a chunk that ends it."""
+    assert isinstance(generation, ChatGeneration)
 
     def chunk(choice: ChunkChoice, **more: Any) -> bytes:
         usage = generation.chunk_usage
         return event(generation.answer(CHUNK_KIND, [choice], usage=usage, **more))
 
+    # Tokens of which nothing is shown yet: they come with the next chunk of their choice.
+    waiting: list[list[Token]] = [[] for _ in generation.choices]
     pieces = generation.pieces()
     try:
         for index in range(len(generation.choices)):
@@ -194,29 +251,30 @@ async def stream_chat(generation: Generation) -> AsyncGenerator[bytes, None]:
                 more["warnings"] = generation.ignored.warnings or UNSET
             yield chunk(opening, **more)
         async for index, piece in pieces:
-            tokens = piece.tokens
-            if piece.text:
+            tokens = waiting[index] + piece.tokens
+            output, text = generation.outputs[index], generation.choices[index].text
+            for delta in output.deltas(piece, is_last=text.finish_reason is not None):
                 yield chunk(
                     ChunkChoice(
                         index=index,
-                        delta=Delta(content=piece.text),
-                        logprobs=_logprobs(generation, tokens),
+                        delta=delta,
+                        logprobs=_logprobs(generation, tokens) if tokens else None,
                         token_ids=_token_ids(generation, tokens),
                     )
                 )
                 tokens = []
-            text = generation.choices[index].text
             if text.finish_reason is not None:
                 yield chunk(
                     ChunkChoice(
                         index=index,
                         delta=Delta(),
                         logprobs=_logprobs(generation, tokens) if tokens else None,
-                        finish_reason=text.finish_reason,
+                        finish_reason=output.finish_reason,
                         stop_reason=text.stop_reason,
                         token_ids=_token_ids(generation, tokens),
                     )
                 )
+            waiting[index] = tokens
         if generation.wants_usage:
             yield event(generation.answer(CHUNK_KIND, [], usage=generation.usage))
         yield DONE

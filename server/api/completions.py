@@ -33,6 +33,7 @@ from moed.server.api.respond import respond
 from moed.server.api.responses import CompletionChoice
 from moed.server.api.state import AppState
 from moed.server.api.structured import asked_grammar, engine_grammar
+from moed.server.grammar_checker import Question
 
 KIND = "text_completion"
 
@@ -52,7 +53,9 @@ def completions_router(state: AppState) -> APIRouter:
             asked = asked_grammar(body)
             prompts = await read_prompts(body, state)
             if asked is not None:
-                sampling = sampling.with_grammar(await engine_grammar(asked, state, prefix=""))
+                question = Question(asked.kind, asked.source)
+                grammar = await engine_grammar(question, asked.param, state)
+                sampling = sampling.with_grammar(grammar)
             return Generation(state, request, body, prompts, sampling, ignored, "cmpl")
 
         events = stream_completion if body.stream else None

@@ -97,8 +97,11 @@ class Generation:
         sampling: Sampling,
         ignored: Ignored,
         id_prefix: str,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Submits at once. Raises `InvalidRequest` for a prompt that does not fit."""
+        """Submits at once. `shown`: special tokens that are part of the text. Raises
+        `InvalidRequest` for a prompt that does not fit.
+        """
         self.state = state
         self.body = body
         self.ignored = ignored
@@ -119,7 +122,7 @@ class Generation:
             ChoiceResult(
                 prompt,
                 ChoiceText(
-                    state.tools.tokenizer.detokenizer(prompt.token_ids, skip_special),
+                    state.tools.tokenizer.detokenizer(prompt.token_ids, skip_special, shown),
                     StopStrings(tuple(body.stop), bool(body.include_stop_str_in_output)),
                     min_tokens=sampling.min_tokens,
                     own_stop_token_ids=sampling.stop_token_ids,

@@ -35,6 +35,7 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "function_call": (None, "none"),
     "tool_choice": (None, "auto", "none"),
     "echo": (None, False),
+    "thinking_token_budget": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),

@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationError,
     ValidationInfo,
     field_validator,
 )
@@ -259,6 +260,31 @@ class Tool(Body):
     function: FunctionDefinition
 
 
+class NamedFunction(Body):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedTool(Body):
+    """`tool_choice` for one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _check_tool_choice(value: Any) -> Any:
+    allowed = (
+        'must be \'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": …}}'
+    )
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    try:
+        return NamedTool.model_validate(value)
+    except ValidationError:
+        raise _wrong(allowed) from None
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | None
+
 # `fail_fast`: one error is told, so none is looked for behind it.
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
@@ -287,6 +313,15 @@ class ChatBody(Conversation, SamplingBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    tool_choice: Annotated[
+        ToolChoice, PlainValidator(_check_tool_choice, json_schema_input_type=ToolChoice)
+    ] = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    """Passed to the chat template."""
 
 
 class TokenizeBody(Body):

@@ -11,6 +11,12 @@ from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
 from moed.server.metrics import Metrics
+from moed.server.parsers.registry import (
+    ReasoningFormat,
+    ToolFormat,
+    reasoning_format,
+    tool_format,
+)
 from moed.server.tokenizer import TextTokenizer
 
 
@@ -58,6 +64,21 @@ class TextTools:
 
     tokenizer: TextTokenizer
     chat_template: ChatTemplate | None
+    tool_format: ToolFormat | None
+    reasoning_format: ReasoningFormat | None
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> "TextTools":
+        """Read the checkpoint's files. Raises `ModelError`."""
+        folder, server = config.model.path, config.server
+        template = ChatTemplate.load(folder)
+        source = "" if template is None else template.source
+        return cls(
+            TextTokenizer.load(folder),
+            template,
+            tool_format(server.tool_call_parser, source),
+            reasoning_format(server.reasoning_parser, source),
+        )
 
 
 @dataclass

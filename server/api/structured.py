@@ -103,15 +103,15 @@ def _json_text(value: Any, param: str) -> str:
         ) from None
 
 
-async def engine_grammar(asked: Asked, state: AppState, prefix: str) -> str:
-    """The grammar's text for the engines, tried out. `prefix`: how the model may begin before it
-    (Lark rules, or nothing). Raises `InvalidRequest`.
+async def engine_grammar(question: Question, param: str, state: AppState) -> str:
+    """The grammar's text for the engines, tried out; `param` is to blame otherwise. Raises
+    `InvalidRequest`.
     """
-    if not asked.source.strip():
-        raise InvalidRequest(f"{asked.param} is empty", param=asked.param, code="invalid_value")
+    if not question.source.strip():
+        raise InvalidRequest(f"{param} is empty", param=param, code="invalid_value")
     try:
-        return await state.grammars.check(Question(asked.kind, asked.source, prefix))
+        return await state.grammars.check(question)
     except GrammarError as error:
         raise InvalidRequest(
-            f"{asked.param} cannot be followed: {error}", param=asked.param, code="invalid_value"
+            f"{param} cannot be followed: {error}", param=param, code="invalid_value"
         ) from None

@@ -81,6 +81,8 @@ def engine_config(
             log_level="info",
             access_log=False,
             strict_params=False,
+            tool_call_parser="auto",
+            reasoning_parser="auto",
             max_request_bytes=1_000_000,
         ),
     )

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from moed.dist.agreement import Agreed, StepRecord, decide
 from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import EngineLoop
 from moed.server.faults import Faults
-from moed.server.grammar_masks import GrammarMasks
+from moed.server.grammar_masks import GrammarMasks, TokenMasks
 from moed.server.messages import (
     AbortRequests,
     FromEngine,
@@ -302,3 +303,41 @@ def test_shutdown_drops_requests_and_refuses_new_ones_until_all_are_told() -> No
 def test_fault_in_a_step_leaves_the_loop() -> None:
     with pytest.raises(RuntimeError, match="injected fault raise:rank=0:step=3"):
         run([(1, add("a", [1], 40)), (1, Wake(1))], faults="raise:rank=0:step=3")
+
+
+class WatchedMasks:
+    """Keeps what was begun last."""
+
+    def __init__(self, real: GrammarMasks) -> None:
+        self.real = real
+        self.pending: Future[TokenMasks] | None = None
+
+    def start(self, schedule: Schedule) -> "Future[TokenMasks] | None":
+        self.pending = self.real.start(schedule)
+        return self.pending
+
+
+def test_masks_are_worked_out_while_the_model_computes() -> None:
+    """The model's step here lasts until they are done. The request itself fails, as this model has
+    no tokenizer; the one beside it does not.
+    """
+    plain = make_request("plain", [1, 2], 3)
+    bound = make_request("bound", [3], 3, grammar="start: /a/")
+    script: list[tuple[int, ToEngine]] = [(1, plain), (1, bound), (8, Shutdown()), (9, Wake(1))]
+    rank = Rank(script, Table(1), 0, None)
+    masks = WatchedMasks(GrammarMasks(engine_config().model, num_threads=1))
+    rank.loop._grammars = masks  # type: ignore[assignment]
+    was_done = []
+
+    class PatientRunner(FakeRunner):
+        def run(self, schedule: Schedule, dp_metadata: object) -> torch.Tensor:
+            if masks.pending is not None:
+                was_done.append(bool(wait([masks.pending], PATIENCE_S).done))
+            return super().run(schedule, dp_metadata)
+
+    rank.loop._runner = PatientRunner()  # type: ignore[assignment]
+    rank.loop.run()
+    assert was_done == [True]
+    assert rank.channel.tokens("plain") == expected_output([1, 2], 3, [])
+    (error,) = [o.error for r in rank.channel.reports for o in r.outputs if o.error is not None]
+    assert "end token" in error

@@ -61,7 +61,7 @@ def tokenizer(model: ModelConfig) -> TextTokenizer:
 
 
 def request(kind: str, source: str, output: list[int] | None = None, **params: Any) -> Request:
-    grammar = to_llguidance(kind, source, prefix="")
+    grammar = to_llguidance(kind, source, outer="", calls="")
     message = make_request(
         "r",
         [1, 2],
@@ -170,7 +170,7 @@ def test_min_tokens_does_not_hold_back_the_end_of_a_complete_grammar(model: Mode
 
 def test_ignored_ends_repeat_until_the_limit(model: ModelConfig) -> None:
     masks = GrammarMasks(model, 1)
-    grammar = to_llguidance("regex", "ab", prefix="")
+    grammar = to_llguidance("regex", "ab", outer="", calls="")
     message = make_request("r", [1], 6, grammar=grammar)
     output = generate(masks, Request.from_message(message, 0, 100), model.vocab_size, 0)
     assert len(output) == 6 and output[-1] in ENDS

@@ -33,6 +33,8 @@ SERVER = ServerConfig(
     log_level="warning",
     access_log=False,
     strict_params=False,
+    tool_call_parser="auto",
+    reasoning_parser="auto",
     max_request_bytes=1_000_000,
 )
 

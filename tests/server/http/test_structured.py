@@ -1,5 +1,6 @@
 """`response_format` and `structured_outputs`: what reaches the engines, and what is refused."""
 
+import asyncio
 import json
 import threading
 import time
@@ -196,3 +197,27 @@ def test_message_carries_the_grammar(served: Served) -> None:
     grammar_of(served, "/v1/completions", structured_outputs={"regex": "x"})
     encoded = msgspec.msgpack.encode(served.last_request)
     assert b"start: /x/" in encoded
+
+
+async def test_a_client_that_leaves_does_not_mix_up_the_answers(served: Served) -> None:
+    """Its grammar is still being tried when others ask."""
+    async with served.async_client() as client:
+
+        async def ask(regex: str) -> None:
+            await client.completions.create(
+                model="tiny",
+                prompt="hi",
+                max_tokens=1,
+                extra_body={"structured_outputs": {"regex": regex}},
+            )
+
+        leaving = [asyncio.create_task(ask(f"leaving{n}[a-z]{{40}}")) for n in range(8)]
+        await asyncio.sleep(0.01)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        await asyncio.gather(*(ask(f"staying{n % 3}") for n in range(9)))
+    asked = [request.params.grammar or "" for request in served.arrivals[-9:]]
+    assert sorted(text.count("staying") for text in asked) == [1] * 9
+    for number in range(3):
+        assert sum(f"staying{number}" in text for text in asked) == 3

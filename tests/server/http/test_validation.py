@@ -274,10 +274,37 @@ def test_bad_tools(served: Served, tools: Any) -> None:
     assert response.json()["error"]["param"].startswith("tools")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_forced_tools_are_refused_by_name(served: Served, choice: Any) -> None:
-    response = served.post(CHAT, {"messages": USER, "tool_choice": choice})
-    check(response, 400, "tool_choice", "unsupported_parameter")
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize("choice", ["required", TOOL])
+def test_forced_tools_need_tools(served: Served, choice: Any) -> None:
+    nothing: list[dict[str, Any]] = [{}, {"tools": None}, {"tools": []}]
+    for tools in nothing:
+        response = served.post(CHAT, {"messages": USER, "tool_choice": choice, **tools})
+        assert "tools" in check(response, 400, "tool_choice", "invalid_value")["message"]
+
+
+BAD_CHOICES = ["any", 5, [], {}, {"type": "function"}, {"type": "function", "function": {}}]
+
+
+@pytest.mark.parametrize("choice", BAD_CHOICES, ids=str)
+def test_bad_tool_choice(served: Served, choice: Any) -> None:
+    response = served.post(CHAT, {"messages": USER, "tool_choice": choice, "tools": [TOOL]})
+    assert "required" in check(response, 400, "tool_choice")["message"]
+
+
+def test_named_tool_must_be_there(served: Served) -> None:
+    named = {"type": "function", "function": {"name": "g" * 5000}}
+    response = served.post(CHAT, {"messages": USER, "tool_choice": named, "tools": [TOOL]})
+    assert "f" in check(response, 400, "tool_choice", "invalid_value")["message"]
+
+
+def test_forced_tools_need_a_known_format(served: Served) -> None:
+    """The template of this checkpoint shows none."""
+    body = {"messages": USER, "tool_choice": "required", "tools": [TOOL]}
+    error = check(served.post(CHAT, body), 400, "tool_choice", "unsupported_value")
+    assert "--tool-call-parser" in error["message"]
 
 
 def test_bounds_of_logprobs(served: Served) -> None:

@@ -148,7 +148,7 @@ def test_enforced_calls_are_read_back(
     read_by = {"llama4_pythonic": "llama4_json", "pythonic": "llama4_json"}.get(tools, tools)
     for several in (False, True):
         lark = calls_grammar(syntax, specs(*offered), literals(model), several=several)
-        grammar = to_llguidance("lark", lark, prefix="")
+        grammar = to_llguidance("lark", lark, outer="", calls="")
         counts = []
         for seed in range(6):
             names = check_calls(write(grammar, seed), read_by)
@@ -173,7 +173,7 @@ def test_free_text_ends_with_its_tag(model: ModelConfig, tools: str) -> None:
         + syntax.tail
         + syntax.section[1]
     )
-    matcher = compile_grammar(vocabulary, to_llguidance("lark", lark, prefix=""))
+    matcher = compile_grammar(vocabulary, to_llguidance("lark", lark, outer="", calls=""))
     tokens = TextTokenizer.load(model.path).encode(raw, add_special_tokens=False)
     assert matcher.try_consume_tokens(tokens) == len(tokens)
     assert matcher.is_accepting()
@@ -187,7 +187,7 @@ def test_newer_mistral(model: ModelConfig, write: Callable[[str, int], str]) -> 
     syntax: ToolSyntax = MISTRAL_WITH_ARGUMENT_MARK
     lark = calls_grammar(syntax, specs("say", "now"), literals(model), several=True)
     for seed in range(4):
-        assert check_calls(write(to_llguidance("lark", lark, prefix=""), seed), "mistral")
+        assert check_calls(write(to_llguidance("lark", lark, outer="", calls=""), seed), "mistral")
 
 
 def test_special_tokens_stand_by_their_ids() -> None:

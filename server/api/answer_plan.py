@@ -1,0 +1,153 @@
+"""What a chat's answer may hold, and how it is to be read: decided before it is generated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moed.server.api.errors import InvalidRequest
+from moed.server.api.requests import ChatBody, NamedTool, Tool
+from moed.server.api.state import TextTools
+from moed.server.api.structured import Asked
+from moed.server.grammar_checker import Question
+from moed.server.parsers.answer_syntax import answer_grammar
+from moed.server.parsers.output_parser import ParserOptions
+from moed.server.parsers.registry import HARMONY_REASONING, TOOL_FORMATS, ReasoningFormat
+from moed.server.parsers.tagged_calls import MISTRAL_ARGUMENTS
+from moed.server.parsers.tool_syntax import (
+    MISTRAL_WITH_ARGUMENT_MARK,
+    Literals,
+    ToolSpec,
+    ToolSyntax,
+    calls_grammar,
+)
+from moed.server.parsers.typed_values import ToolTypes
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """How one request's answers are read, and what they must follow."""
+
+    options: ParserOptions
+    shown: frozenset[int]
+    """Special tokens that the parser reads."""
+    question: Question | None
+    """The grammar of the whole answer, where there is one."""
+    param: str
+    """What to blame for it."""
+
+
+def offered_tools(body: ChatBody) -> list[Tool]:
+    """The tools that the model is told of. Raises `InvalidRequest` for a choice among none."""
+    choice, tools = body.tool_choice, body.tools or []
+    if choice == "none":
+        return []
+    if not tools and (choice == "required" or isinstance(choice, NamedTool)):
+        raise InvalidRequest(
+            "tool_choice asks for a call, and tools names no tool to call",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    if isinstance(choice, NamedTool):
+        names = [tool.function.name for tool in tools]
+        if choice.function.name not in names:
+            shown = ", ".join(name[:60] for name in names[:20])
+            raise InvalidRequest(
+                f"tool_choice names {choice.function.name[:100]!r}, which is not among the tools: "
+                f"{shown}",
+                param="tool_choice",
+                code="invalid_value",
+            )
+    return tools
+
+
+def plan_answer(
+    body: ChatBody, tools: Sequence[Tool], prompt: str, asked: Asked | None, text: TextTools
+) -> AnswerPlan:
+    """`prompt`: the rendered conversation; `tools`: those offered. Raises `InvalidRequest`."""
+    form = text.tool_format if tools else None
+    reasoning, starts_inside = _reasoning(text.reasoning_format, prompt)
+    if reasoning is not None and reasoning.name == HARMONY_REASONING:
+        markers = TOOL_FORMATS["openai"].markers
+    else:
+        markers = (*(form.markers if form else ()), *(reasoning.tags if reasoning else ()))
+    special_ids = {
+        marker: token_id
+        for marker in markers
+        if (token_id := text.tokenizer.special_id(marker)) is not None
+    }
+    literals = Literals(special_ids)
+    is_several = body.parallel_tool_calls is not False
+    calls, is_enforced = "", False
+    if tools and (is_enforced := _is_enforced(body)) and form is None:
+        raise InvalidRequest(
+            "tool_choice asks for a call, and how this model calls tools is not known; the server "
+            "can be told with --tool-call-parser",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    if form is not None and (is_enforced or asked is not None):
+        calls = calls_grammar(
+            _syntax(form.syntax, text), _specs(body, tools), literals, several=is_several
+        )
+    question = None
+    if is_enforced or asked is not None:
+        outer = answer_grammar(
+            reasoning,
+            literals,
+            lambda marker: marker in special_ids,
+            starts_inside=starts_inside,
+            body_is_calls=is_enforced,
+            has_calls=bool(calls) and not is_enforced,
+        )
+        if is_enforced:
+            question = Question("lark", calls, outer)
+        elif asked is not None:
+            question = Question(asked.kind, asked.source, outer, calls)
+    options = ParserOptions(
+        tools=form,
+        reasoning=reasoning,
+        starts_inside=starts_inside,
+        types=_types(tools),
+        max_calls=None if is_several else 1,
+    )
+    param = "tools" if is_enforced or asked is None else asked.param
+    return AnswerPlan(options, frozenset(special_ids.values()), question, param)
+
+
+def _is_enforced(body: ChatBody) -> bool:
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+
+
+def _reasoning(form: ReasoningFormat | None, prompt: str) -> tuple[ReasoningFormat | None, bool]:
+    """Whether there may be reasoning, and whether the prompt has begun it."""
+    if form is None:
+        return None, False
+    ending = prompt.rstrip()
+    if form.name != HARMONY_REASONING and ending.endswith(form.tags[1]):
+        return None, False  # the template has switched it off
+    return form, ending.endswith(form.tags[0]) or form.assumes_inside
+
+
+def _syntax(syntax: ToolSyntax, text: TextTools) -> ToolSyntax:
+    """Mistral's templates differ within the family."""
+    source = "" if text.chat_template is None else text.chat_template.source
+    is_newer = syntax is TOOL_FORMATS["mistral"].syntax and MISTRAL_ARGUMENTS in source
+    return MISTRAL_WITH_ARGUMENT_MARK if is_newer else syntax
+
+
+def _specs(body: ChatBody, tools: Sequence[Tool]) -> list[ToolSpec]:
+    """The tools that may be called."""
+    choice = body.tool_choice
+    wanted = choice.function.name if isinstance(choice, NamedTool) else None
+    return [
+        ToolSpec(tool.function.name, tool.function.parameters)
+        for tool in tools
+        if wanted in (None, tool.function.name)
+    ]
+
+
+def _types(tools: Sequence[Tool]) -> ToolTypes:
+    found = {}
+    for tool in tools:
+        properties = (tool.function.parameters or {}).get("properties")
+        found[tool.function.name] = properties if isinstance(properties, dict) else {}
+    return ToolTypes(found)
