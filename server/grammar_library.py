@@ -13,9 +13,9 @@ from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
 from moed.server.tokenizer import TextTokenizer
 
-# White space between two tokens of JSON: enough for any indentation, and no model goes on with it
-# until `max_tokens`.
-JSON_WHITESPACE = r"[ \t\n\r]{1,64}"
+# White space between two tokens of JSON: a space, or a line break and indentation. With more, a
+# model that is unsure goes on with it until `max_tokens`.
+JSON_WHITESPACE = r"(?: |\n {0,40}|\n\t{0,10})"
 KINDS = ("json", "regex", "choice", "grammar", "lark")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from moed.config.engine_config import ModelConfig
 from moed.config.model import bundled_checkpoint, load_model_config
-from moed.server.grammar_library import to_llguidance
+from moed.server.grammar_library import compile_grammar, make_vocabulary, to_llguidance
 from moed.server.grammar_masks import GrammarMasks, unpack
 from moed.server.request import Request
 from moed.server.sampler import sample
@@ -215,3 +215,21 @@ def test_tokens_in_angle_brackets_are_text_unless_special(
         assert step(masks, [made], logits)[0].token_id == mark
         (after,) = step(masks, [made], logits)
         assert after.error is None and after.token_id != special
+
+
+DOCUMENT = {"a": [1, {"b": None, "c": []}], "d": {}, "e": "x"}
+
+
+@pytest.mark.parametrize("style", [{}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}])
+def test_usual_layouts_of_json_are_allowed(
+    model: ModelConfig, tokenizer: TextTokenizer, style: dict[str, Any]
+) -> None:
+    matcher = compile_grammar(make_vocabulary(model), to_llguidance("json", "{}", "", ""))
+    tokens = tokenizer.encode(json.dumps(DOCUMENT, **style), add_special_tokens=False)
+    assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def test_no_white_space_without_end(model: ModelConfig, tokenizer: TextTokenizer) -> None:
+    matcher = compile_grammar(make_vocabulary(model), to_llguidance("json", "{}", "", ""))
+    tokens = tokenizer.encode("[" + "\n" * 100, add_special_tokens=False)
+    assert matcher.try_consume_tokens(tokens) < 4
