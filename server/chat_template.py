@@ -9,6 +9,7 @@ import datetime
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -105,6 +106,33 @@ class ChatTemplate:
         if "default" not in sources:
             sources["default"] = next(iter(sources.values()))
         return cls(sources, _special_tokens(config))
+
+    @cached_property
+    def wants_text_arguments(self) -> bool:
+        """True for templates that print the arguments of earlier calls as they are, and so need
+        them as JSON text; most take objects.
+        """
+        return not self._renders_call({"a": 1}) and self._renders_call('{"a": 1}')
+
+    def _renders_call(self, arguments: Any) -> bool:
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "call00001", "type": "function", "function": function}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call00001", "name": "f", "content": "y"},
+        ]
+        try:
+            self.render(
+                messages,
+                None,
+                add_generation_prompt=True,
+                continue_final_message=False,
+                options={},
+            )
+        except TemplateFailed:
+            return False
+        return True
 
     @property
     def source(self) -> str:

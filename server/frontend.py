@@ -196,6 +196,11 @@ class Frontend:
             "no format" if tools.tool_format is None else tools.tool_format.name,
             "no format" if tools.reasoning_format is None else tools.reasoning_format.name,
         )
+        if not tools.is_read_back:
+            logger.warning(
+                "the calls that this model's chat template writes are not what the tool call "
+                "parser reads: calls may come as text; choose another with --tool-call-parser"
+            )
         self._state.health.on_tokenizer()
         self._check_ready()
 

@@ -136,7 +136,7 @@ async def render(
 
     def work() -> str:
         return template.render(
-            [template_message(message) for message in messages],
+            [template_message(message, template.wants_text_arguments) for message in messages],
             [tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -148,22 +148,24 @@ async def render(
     return await asyncio.to_thread(work)
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: no null fields, and tool arguments as objects."""
+def template_message(message: Message, wants_text: bool) -> dict[str, Any]:
+    """A message as templates expect it: no null fields, and tool arguments as objects (or
+    `wants_text`: as JSON text).
+    """
     plain = message.model_dump(exclude_unset=True, exclude={"tool_calls"})
     plain = {key: value for key, value in plain.items() if value is not None}
     if message.tool_calls:
         plain["tool_calls"] = calls = []
         for call in message.tool_calls:
             entry = call.model_dump(exclude_unset=True)
-            entry["function"]["arguments"] = _arguments(call.function.arguments)
+            given = call.function.arguments
+            entry["function"]["arguments"] = _text(given) if wants_text else _object(given)
             calls.append(entry)
-    if "content" not in plain and not message.tool_calls:
-        plain["content"] = ""
-    return plain
+    # Some templates print a null, others fail without any.
+    return {"content": "", **plain}
 
 
-def _arguments(given: str | dict[str, Any] | None) -> Any:
+def _object(given: str | dict[str, Any] | None) -> Any:
     """OpenAI's clients send them as JSON text; templates print objects."""
     if not isinstance(given, str):
         return given or {}
@@ -171,8 +173,12 @@ def _arguments(given: str | dict[str, Any] | None) -> Any:
         return {}
     try:
         return json.loads(given)
-    except ValueError:
+    except (ValueError, RecursionError):
         return given
+
+
+def _text(given: str | dict[str, Any] | None) -> str:
+    return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
 
 
 async def tokenize_conversation(text: str, add_special: bool, state: AppState) -> PromptTokens:

@@ -18,6 +18,7 @@ from moed.server.parsers.registry import (
     tool_format,
 )
 from moed.server.tokenizer import TextTokenizer
+from moed.server.tool_round_trip import reads_back
 
 
 def installed_version(package: str) -> str | None:
@@ -66,6 +67,8 @@ class TextTools:
     chat_template: ChatTemplate | None
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
+    is_read_back: bool
+    """False when the template writes calls that the parser does not read."""
 
     @classmethod
     def load(cls, config: EngineConfig) -> "TextTools":
@@ -73,11 +76,13 @@ class TextTools:
         folder, server = config.model.path, config.server
         template = ChatTemplate.load(folder)
         source = "" if template is None else template.source
+        tools = tool_format(server.tool_call_parser, source)
         return cls(
             TextTokenizer.load(folder),
             template,
-            tool_format(server.tool_call_parser, source),
+            tools,
             reasoning_format(server.reasoning_parser, source),
+            template is None or tools is None or reads_back(template, tools),
         )
 
 

@@ -69,7 +69,7 @@ class OutputParser:
         tools, reasoning = options.tools, options.reasoning
         is_harmony = reasoning is not None and reasoning.name == HARMONY_REASONING
         if is_harmony or (tools is not None and tools.name == HARMONY):
-            yield from harmony(reader, sink, has_tools=tools is not None)
+            yield from harmony(reader, sink, options.types, has_tools=tools is not None)
         else:
             if reasoning is not None:
                 yield from think(

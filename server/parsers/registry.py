@@ -23,6 +23,8 @@ class ToolFormat:
     """Texts that may be special tokens, which a decoder would leave out."""
     has_short_ids: bool = False
     """Templates of this family take ids of nine letters and digits only."""
+    is_whole_answer: bool = False
+    """A call has no marks of its own: an answer is calls, or none."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ LLAMA_MARKERS = (llama.PYTHON_TAG, llama.PYTHON_START, llama.PYTHON_END)
 
 
 def _harmony(reader: Reader, sink: Sink, types: ToolTypes) -> Steps[None]:
-    yield from harmony.harmony(reader, sink, has_tools=True)
+    yield from harmony.harmony(reader, sink, types, has_tools=True)
 
 
 _PARSERS: Mapping[str, tuple[Callable[[Reader, Sink, ToolTypes], Steps[None]], tuple[str, ...]]] = {
@@ -85,7 +87,14 @@ _PARSERS: Mapping[str, tuple[Callable[[Reader, Sink, ToolTypes], Steps[None]], t
     "pythonic": (llama.pythonic, LLAMA_MARKERS),
 }
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    name: ToolFormat(name, parse, SYNTAXES[name], markers, has_short_ids=name == "mistral")
+    name: ToolFormat(
+        name,
+        parse,
+        SYNTAXES[name],
+        markers,
+        has_short_ids=name == "mistral",
+        is_whole_answer=markers is LLAMA_MARKERS,
+    )
     for name, (parse, markers) in _PARSERS.items()
 }
 
@@ -110,7 +119,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 _TOOL_MARKS = (
     (HARMONY, ("<|channel|>", "<|message|>")),
     ("minimax_m2", ("<minimax:tool_call>",)),
-    ("deepseek_v32", (f"<{xml_calls.DSML}",)),
+    ("deepseek_v32", (xml_calls.DSML,)),
     ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),

@@ -205,13 +205,15 @@ def test_deep_nesting_is_a_refusal_and_no_crash() -> None:
 def test_arguments_of_tool_calls_become_objects() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
     message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
-    prepared = template_message(message)
-    assert "content" not in prepared
+    prepared = template_message(message, wants_text=False)
+    assert prepared["content"] == ""
     assert prepared["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
     for text, expected in (("", {}), ("not json", "not json")):
         call["function"] = {"name": "f", "arguments": text}
         message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
-        found = template_message(message)["tool_calls"][0]["function"]["arguments"]
+        found = template_message(message, wants_text=False)["tool_calls"][0]["function"][
+            "arguments"
+        ]
         assert json.dumps(found) == json.dumps(expected)
 
 

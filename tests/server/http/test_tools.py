@@ -347,3 +347,25 @@ def test_effort_reaches_the_template(
         served.chat(messages=USER, reasoning_effort=effort)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         assert tokenizer.decode(served.last_request.prompt_token_ids) == expected
+
+
+TEXT_ARGUMENTS = (
+    "{%- for message in messages %}{%- for call in message.tool_calls or [] %}"
+    "{{ 'call ' + call['function']['arguments'] }}{%- endfor %}"
+    "{{ message['role'] + message['content'] }}{%- endfor %}"
+)
+
+
+def test_templates_that_print_arguments_get_text(tmp_path: pathlib.Path) -> None:
+    folder = checkpoint_of(tmp_path, TEXT_ARGUMENTS, ())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with serve(folder) as served:
+        says(served, "x")
+        for given in ('{"a":  1}', {"a": 1}, None):
+            function = {"name": "now", "arguments": given}
+            call = {"id": "c", "type": "function", "function": function}
+            said = {"role": "assistant", "content": None, "tool_calls": [call]}
+            served.chat(messages=[*USER, said])
+            prompt = tokenizer.decode(served.last_request.prompt_token_ids)
+            shown = given if isinstance(given, str) else json.dumps(given or {})
+            assert prompt == f"userhicall {shown}assistant"

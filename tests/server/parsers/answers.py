@@ -328,6 +328,23 @@ HARMONY = [
     ),
 ]
 
+HARMONY += [
+    Answer(
+        "gpt-oss leaves the namespace out",
+        '<|channel|>commentary to=now <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "openai",
+        "openai_gptoss",
+        calls=[("now", {"a": 1})],
+    ),
+    Answer(
+        "gpt-oss calls a tool of its own",
+        '<|channel|>analysis to=browser.search code<|message|>{"q": 1}<|call|>',
+        "openai",
+        "openai_gptoss",
+        thought='{"q": 1}',
+    ),
+]
+
 LLAMA = [
     Answer(
         "llama json",

@@ -201,6 +201,7 @@ TEMPLATES = {
     "qwen3_coder": "<tool_call>\n<function=…>\n<parameter=…>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…\n```json\n",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…",
+    "deepseek_v32": "{%- set dsml_token = '｜DSML｜' -%}<{{ dsml_token }}invoke",
     "glm45": "<tool_call>…<arg_key>…</arg_key>",
     "kimi_k2": "<|tool_calls_section_begin|>",
     "minimax_m2": "<minimax:tool_call><invoke",
