@@ -26,16 +26,20 @@ class ChatOutput:
 
     def __init__(self, options: ParserOptions, text: ChoiceText, *, shows_reasoning: bool) -> None:
         self._has_short_ids = options.tools is not None and options.tools.has_short_ids
-        self._parser = OutputParser(options)
+        is_plain = options.tools is None and options.reasoning is None
+        self._parser = None if is_plain else OutputParser(options)
         self._text = text
         self._shows_reasoning = shows_reasoning
         self._offsets: list[int] = []
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
+        self._arguments: list[list[str]] = []
 
     def deltas(self, piece: Piece, is_last: bool) -> list[Delta]:
         """What `piece` adds to the message, in order."""
+        if self._parser is None:
+            return list(self._delta(Content(piece.text))) if piece.text else []
         self._offsets += [token.text_offset for token in piece.tokens]
         events = self._parser.feed(piece.text)
         if is_last:
@@ -54,6 +58,7 @@ class ChatOutput:
             case ToolStart(index, name, call_id):
                 call = ToolCall(call_id or self._new_id(), FunctionCall(name, ""))
                 self._calls.append(call)
+                self._arguments.append([])
                 function = FunctionDelta("", name)
                 yield Delta(
                     tool_calls=[
@@ -61,7 +66,7 @@ class ChatOutput:
                     ]
                 )
             case ToolArguments(index, text):
-                self._calls[index].function.arguments += text
+                self._arguments[index].append(text)
                 yield Delta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(text))])
 
     def _new_id(self) -> str:
@@ -73,6 +78,8 @@ class ChatOutput:
     @property
     def message(self) -> ChatMessage:
         """All of it so far."""
+        for call, pieces in zip(self._calls, self._arguments, strict=True):
+            call.function.arguments = "".join(pieces)
         content = "".join(self._content)
         reasoning = "".join(self._reasoning) or UNSET
         is_silent = not content and (bool(self._calls) or reasoning is not UNSET)
@@ -92,6 +99,8 @@ class ChatOutput:
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning, its tags included."""
+        if self._parser is None:
+            return 0
         return sum(map(self._parser.is_reasoning, self._offsets))
 
 

@@ -77,4 +77,4 @@ class OutputParser:
                 )
             if tools is not None:
                 yield from tools.parse(reader, sink, options.types)
-        yield from reader.rest(sink.content)
+        yield from reader.rest(sink.last_content)

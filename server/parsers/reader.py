@@ -29,7 +29,7 @@ class Reader:
     def __init__(self) -> None:
         self._text = ""
         self._has_ended = False
-        self._recorded: str | None = None
+        self._recorded: list[str] | None = None
         self.offset = 0
         """Characters read."""
 
@@ -53,7 +53,7 @@ class Reader:
         text, self._text = self._text[:length], self._text[length:]
         self.offset += length
         if self._recorded is not None:
-            self._recorded += text
+            self._recorded.append(text)
         return text
 
     def put_back(self, text: str) -> None:
@@ -61,16 +61,17 @@ class Reader:
         self._text = text + self._text
         self.offset -= len(text)
         if self._recorded is not None:
-            self._recorded = self._recorded[: len(self._recorded) - len(text)]
+            kept = "".join(self._recorded)
+            self._recorded = [kept[: len(kept) - len(text)]]
 
     def record(self) -> None:
         """From here on remember what is read, for `recorded`."""
-        self._recorded = ""
+        self._recorded = []
 
     def recorded(self) -> str:
         """What was read since `record`; the end of it."""
-        text, self._recorded = self._recorded, None
-        return text or ""
+        parts, self._recorded = self._recorded, None
+        return "".join(parts or ())
 
     def peek(self) -> Steps[str]:
         """The next character; empty at the end."""

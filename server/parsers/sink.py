@@ -70,6 +70,14 @@ class Sink:
         if kept:
             self.events.append(Content(kept))
 
+    def last_content(self, text: str) -> None:
+        """Content with no calls to come: only white space before it is left out."""
+        if self._strips:
+            text = text.lstrip(SPACE)
+        if text:
+            self._strips = False
+            self.events.append(Content(text))
+
     def finish(self) -> None:
         """Nothing more comes: white space at the end of the content belongs to it."""
         if self._held:
