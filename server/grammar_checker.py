@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import multiprocessing
 import resource
 import signal
@@ -41,6 +42,8 @@ MAX_COMPILE_S = 0.3
 MAX_MEMORY_BYTES = 2**30
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_REMEMBERED = 128
+# How long a verdict holds that may be a busy machine's.
+BAD_LUCK_S = 60.0
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -68,7 +71,7 @@ class GrammarChecker:
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
         self._lock = asyncio.Lock()
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, tuple[Verdict, float]] = OrderedDict()
         self._tries: dict[bytes, _Try] = {}
 
     async def check(self, question: Question) -> str:
@@ -80,7 +83,9 @@ class GrammarChecker:
             )
         encoded = msgspec.msgpack.encode(question)
         key = hashlib.sha256(encoded).digest()
-        verdict = self._verdicts.get(key) or await self._wait(key, encoded)
+        verdict, known_until = self._verdicts.get(key, (None, 0.0))
+        if verdict is None or time.monotonic() > known_until:
+            verdict = await self._wait(key, encoded)
         if verdict.grammar is None:
             raise GrammarError(verdict.error or "")
         return verdict.grammar
@@ -105,27 +110,32 @@ class GrammarChecker:
             async with self._lock:
                 if not own.num_waiting:
                     return Verdict(None, "nobody waits for it")
-                verdict = await asyncio.to_thread(self._ask, question)
-                self._verdicts[key] = verdict
+                verdict, is_final = await asyncio.to_thread(self._ask, question)
+                remembered_s = math.inf if is_final else BAD_LUCK_S
+                self._verdicts[key] = verdict, time.monotonic() + remembered_s
                 if len(self._verdicts) > MAX_REMEMBERED:
                     self._verdicts.popitem(last=False)
                 return verdict
         finally:
             del self._tries[key]
 
-    def _ask(self, question: bytes) -> Verdict:
-        pipe = self._pipe
-        if self._process is None or pipe is None or not self._process.is_alive():
-            pipe = self._start()
-        try:
-            pipe.send_bytes(question)
-            if pipe.poll(TRY_S):
-                return msgspec.msgpack.decode(pipe.recv_bytes(), type=Verdict)
-        except (EOFError, OSError):
+    def _ask(self, question: bytes) -> tuple[Verdict, bool]:
+        """The verdict, and False when it may be the machine's fault."""
+        for _ in range(2):
+            pipe = self._pipe
+            if self._process is None or pipe is None or not self._process.is_alive():
+                pipe = self._start()
+            try:
+                pipe.send_bytes(question)
+                if pipe.poll(TRY_S):
+                    return msgspec.msgpack.decode(pipe.recv_bytes(), type=Verdict), True
+            except (EOFError, OSError):
+                # Whoever ended it, it may have been for another reason: once more.
+                self.close()
+                continue
             self.close()
-            return Verdict(None, "it takes too much memory")
-        self.close()
-        return Verdict(None, f"it takes more than {TRY_S:g} s to compile")
+            return Verdict(None, f"it takes more than {TRY_S:g} s to compile"), False
+        return Verdict(None, "it takes too much memory"), False
 
     def _start(self) -> Connection:
         self.close()

@@ -2,16 +2,18 @@
 
 import json
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import jsonschema
+import psutil
 import pydantic
 import pytest
 
 from moed.config.model import BUNDLED_NAME
-from tests.daemon import Daemon, events
+from tests.daemon import Daemon, events, wait_gone
 
 CITY = {
     "type": "object",
@@ -122,8 +124,9 @@ def test_bad_schemas_leave_both_ranks_alone(daemon: Daemon) -> None:
         for rank in (0, 1):
             body = {"prompt": "x", "structured_outputs": {"json": schema}, "max_tokens": 3}
             assert daemon.post("/v1/completions", body, rank).status_code == 400
-            good = {"prompt": "x", "structured_outputs": {"json": CITY}, "max_tokens": 3}
-            assert daemon.post("/v1/completions", good, rank).status_code == 200
+            for good in (CITY, {"type": "integer", "maximum": 2e10}):
+                body = {"prompt": "x", "structured_outputs": {"json": good}, "max_tokens": 3}
+                assert daemon.post("/v1/completions", body, rank).status_code == 200
 
 
 def test_empty_schema_ends_at_max_tokens_at_the_latest(daemon: Daemon) -> None:
@@ -156,3 +159,40 @@ def test_preemption_and_tensor_parallelism_change_nothing() -> None:
     for answer in together:
         if answer["choices"][0]["finish_reason"] == "stop":
             jsonschema.validate(json.loads(answer["choices"][0]["text"]), CITY)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_no_process_is_left_behind(number: signal.Signals) -> None:
+    """The one that tries grammars out ends with the others."""
+    with Daemon() as daemon:
+        daemon.wait_ready()
+        body = {"prompt": "x", "structured_outputs": {"regex": "[0-9]"}, "max_tokens": 2}
+        assert daemon.post("/v1/completions", body).status_code == 200
+        pids = [child.pid for child in psutil.Process(daemon.process.pid).children(recursive=True)]
+        # The front end, two ranks, and that one.
+        assert len([p for p in pids if "resource_tracker" not in _command(p)]) == 4
+        daemon.signal(number)
+        code = daemon.wait_exit(20)
+        wait_gone(pids, 5)
+    assert code == (0 if number is signal.SIGTERM else -number)
+
+
+def _command(pid: int) -> str:
+    return " ".join(psutil.Process(pid).cmdline())
+
+
+def test_the_process_that_tries_grammars_is_replaced_when_it_dies(daemon: Daemon) -> None:
+    def ask_for(regex: str) -> int:
+        body = {"prompt": "x", "structured_outputs": {"regex": regex}, "max_tokens": 2}
+        return daemon.post("/v1/completions", body).status_code
+
+    def found() -> list[psutil.Process]:
+        front_end = psutil.Process(daemon.pid("http"))
+        return [p for p in front_end.children() if "resource_tracker" not in _command(p.pid)]
+
+    assert ask_for("before") == 200
+    (process,) = found()
+    process.kill()
+    wait_gone([process.pid], 5)
+    assert ask_for("after") == 200
+    assert [p.pid for p in found()] != [process.pid]
