@@ -7,7 +7,6 @@ other request anything, and a try that takes too long or too much memory ends wi
 import asyncio
 import contextlib
 import hashlib
-import logging
 import math
 import multiprocessing
 import resource
@@ -31,8 +30,6 @@ from moed.server.grammar_library import (
     to_llguidance,
 )
 from moed.server.lifecycle import die_with_parent
-
-logger = logging.getLogger(__name__)
 
 START_S = 60.0
 # Until the process is ended.

@@ -4,7 +4,9 @@ A grammar goes from the front end to an engine as text: JSON that llguidance rea
 client gave (a JSON schema, a regular expression, …).
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import llguidance
@@ -30,15 +32,38 @@ class _Tokens:
 
     def __init__(self, tokenizer: TextTokenizer, model: ModelConfig) -> None:
         self._tokenizer = tokenizer
+        # The model's vocabulary may be padded; what a tokenizer has beyond it never comes.
         padding = [b""] * (model.vocab_size - tokenizer.size)
         self.tokens = [*map(tokenizer.token_bytes, range(tokenizer.size)), *padding]
-        self.special_token_ids = sorted(tokenizer.special_ids)
+        del self.tokens[model.vocab_size :]
+        self.special_token_ids = [i for i in sorted(tokenizer.special_ids) if i < len(self.tokens)]
         self.eos_token_id = model.eos_token_ids[0]
         self.bos_token_id = None
+        special = set(self.special_token_ids)
+        plain = ((raw, i) for i, raw in enumerate(self.tokens) if raw and i not in special)
+        self._id_of = dict(reversed(list(plain)))
+        self._longest = max(map(len, self._id_of), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """How the model would write text to which there is no alternative."""
-        return self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        """How the model would write text to which there is no alternative: exactly these bytes."""
+        with contextlib.suppress(UnicodeDecodeError):
+            ids = self._tokenizer.encode(text.decode(), add_special_tokens=False)
+            # Not so where a tokenizer begins every text with a space, or normalizes it.
+            if b"".join(map(self._tokenizer.token_bytes, ids)) == text:
+                return ids
+        return list(self._greedy(text))
+
+    def _greedy(self, text: bytes) -> Iterator[int]:
+        """Longest token first; stops at what no token can write."""
+        place = 0
+        while place < len(text):
+            for end in range(min(len(text), place + self._longest), place, -1):
+                if (token_id := self._id_of.get(text[place:end])) is not None:
+                    yield token_id
+                    place = end
+                    break
+            else:
+                return
 
 
 def make_vocabulary(model: ModelConfig) -> llguidance.LLTokenizer:

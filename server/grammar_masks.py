@@ -72,8 +72,13 @@ def unpack(bits: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         flat = np.unpackbits(bits.numpy().view(np.uint8), axis=1, bitorder="little")
         return torch.from_numpy(flat.view(np.bool_))
-    words = bits.to(device, non_blocking=True)[:, :, None]
-    return ((words >> torch.arange(32, device=device)) & 1).bool().flatten(1)
+    return unpack_words(bits.to(device, non_blocking=True))
+
+
+def unpack_words(words: torch.Tensor) -> torch.Tensor:
+    """`unpack`, on whatever device `words` [M, W] int32 is."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & 1).bool().flatten(1)
 
 
 @dataclass
@@ -106,9 +111,6 @@ class GrammarMasks:
             and scheduled.request.wants_token
         ]
         return self._thread.submit(self._compute, requests) if requests else None
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
     def _compute(self, requests: Sequence[Request]) -> TokenMasks:
         bits = torch.full((len(requests), self._num_words), -1, dtype=torch.int32)

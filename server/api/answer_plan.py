@@ -64,7 +64,8 @@ def plan_answer(
 ) -> AnswerPlan:
     """`prompt`: the rendered conversation; `tools`: those offered. Raises `InvalidRequest`."""
     form = text.tool_format if tools else None
-    reasoning, starts_inside = _reasoning(text.reasoning_format, prompt)
+    continues = bool(body.continue_final_message)
+    reasoning, starts_inside = _reasoning(text.reasoning_format, prompt, continues)
     if reasoning is not None and reasoning.name == HARMONY_REASONING:
         markers = TOOL_FORMATS["openai"].markers
     else:
@@ -117,14 +118,24 @@ def _is_enforced(body: ChatBody) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
-def _reasoning(form: ReasoningFormat | None, prompt: str) -> tuple[ReasoningFormat | None, bool]:
-    """Whether there may be reasoning, and whether the prompt has begun it."""
+def _reasoning(
+    form: ReasoningFormat | None, prompt: str, continues: bool
+) -> tuple[ReasoningFormat | None, bool]:
+    """Whether there may be reasoning, and whether the prompt has begun it. `continues`: its end is
+    the beginning of the answer.
+    """
     if form is None:
         return None, False
+    if form.name == HARMONY_REASONING:
+        return form, False
+    begin, end = form.tags
+    if continues:
+        is_open = prompt.rfind(begin) > prompt.rfind(end)
+        return (form, True) if is_open else (None, False)
     ending = prompt.rstrip()
-    if form.name != HARMONY_REASONING and ending.endswith(form.tags[1]):
+    if ending.endswith(end):
         return None, False  # the template has switched it off
-    return form, ending.endswith(form.tags[0]) or form.assumes_inside
+    return form, ending.endswith(begin) or form.assumes_inside
 
 
 def _syntax(syntax: ToolSyntax, text: TextTools) -> ToolSyntax:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import re
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from moed.config.engine_config import ModelConfig
 from moed.config.model import bundled_checkpoint, load_model_config
 from moed.server.grammar_library import compile_grammar, make_vocabulary, to_llguidance
-from moed.server.grammar_masks import GrammarMasks, unpack
+from moed.server.grammar_masks import GrammarMasks, unpack, unpack_words
 from moed.server.request import Request
 from moed.server.sampler import sample
 from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
 from moed.server.tokenizer import TextTokenizer
 from tests.server.engine.fakes import make_request
+from tests.server.http.checkpoints import sentencepiece_tokenizer, token_id, write_checkpoint
+from tests.server.http.configs import frontend_config
 
 # generation_config.json names both.
 ENDS = (765, 763)
@@ -144,7 +147,6 @@ def test_a_matcher_rebuilt_from_the_output_goes_on_alike(model: ModelConfig) -> 
         assert pending is not None
         allowed = unpack(pending.result(20).bits, logits.device)[0]
         assert bool(allowed[output[length]]), length
-        fresh.close()
 
 
 def test_requests_of_one_step_do_not_meet(model: ModelConfig, tokenizer: TextTokenizer) -> None:
@@ -233,3 +235,31 @@ def test_no_white_space_without_end(model: ModelConfig, tokenizer: TextTokenizer
     matcher = compile_grammar(make_vocabulary(model), to_llguidance("json", "{}", "", ""))
     tokens = tokenizer.encode("[" + "\n" * 100, add_special_tokens=False)
     assert matcher.try_consume_tokens(tokens) < 4
+
+
+def test_bits_are_read_alike_on_any_device() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (3, 5), generator=generator, dtype=torch.int64)
+    words = bits.to(torch.int32)
+    words[0, 0], words[0, 1] = 1, -(2**31)
+    found = unpack_words(words)
+    assert found[0, :64].nonzero()[:, 0].tolist() == [0, 63]
+    assert torch.equal(found, unpack(words, torch.device("cpu")))
+
+
+def test_a_vocabulary_of_sentencepiece_kind(tmp_path: pathlib.Path) -> None:
+    """`▁` is a space there, and bytes have tokens of their own."""
+    tokenizer = sentencepiece_tokenizer()
+    folder = write_checkpoint(tmp_path, tokenizer)
+    size = tokenizer.get_vocab_size()
+    spaced = frontend_config(folder, vocab_size=size + 7, eos_token_ids=(2,)).model
+    masks, text = GrammarMasks(spaced, 1), TextTokenizer.load(spaced.path)
+    wanted = r"( hello|\n\té){2,4} world"
+    grammar = to_llguidance("regex", wanted, outer="", calls="")
+    for seed in range(6):
+        prompt = [1, token_id(tokenizer, "a")]
+        message = make_request("r", prompt, 60, grammar=grammar, stop_token_ids=[2])
+        output = generate(masks, Request.from_message(message, 0, 200), size + 7, seed)
+        decoder = text.detokenizer(prompt, skip_special_tokens=True)
+        written = "".join(map(decoder.add, output[:-1])) + decoder.flush()
+        assert re.fullmatch(wanted, written), written

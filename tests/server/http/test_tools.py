@@ -369,3 +369,22 @@ def test_templates_that_print_arguments_get_text(tmp_path: pathlib.Path) -> None
             prompt = tokenizer.decode(served.last_request.prompt_token_ids)
             shown = given if isinstance(given, str) else json.dumps(given or {})
             assert prompt == f"userhicall {shown}assistant"
+
+
+@pytest.mark.parametrize(
+    ("begun", "said", "thought", "content"),
+    [
+        ("<think>I was", " here</think>ok", "here", "ok"),
+        ("<think>done</think>So", " it is", "", " it is"),
+        ("So", " it is", "", " it is"),
+    ],
+)
+def test_a_continued_message_goes_on_where_it_was(
+    hermes: Served, begun: str, said: str, thought: str, content: str
+) -> None:
+    says(hermes, said)
+    messages = [*USER, {"role": "assistant", "content": begun}]
+    answer = hermes.chat(messages=messages, continue_final_message=True)
+    message = answer["choices"][0]["message"]
+    assert message.get("reasoning", "") == thought
+    assert message["content"] == content
