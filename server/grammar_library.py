@@ -6,7 +6,7 @@ client gave (a JSON schema, a regular expression, …).
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import llguidance
@@ -30,14 +30,14 @@ class _Tokens:
     added token in angle brackets for a special one, which no text is.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, model: ModelConfig) -> None:
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         # The model's vocabulary may be padded; what a tokenizer has beyond it never comes.
-        padding = [b""] * (model.vocab_size - tokenizer.size)
+        padding = [b""] * (vocab_size - tokenizer.size)
         self.tokens = [*map(tokenizer.token_bytes, range(tokenizer.size)), *padding]
-        del self.tokens[model.vocab_size :]
+        del self.tokens[vocab_size:]
         self.special_token_ids = [i for i in sorted(tokenizer.special_ids) if i < len(self.tokens)]
-        self.eos_token_id = model.eos_token_ids[0]
+        self.eos_token_id = end_ids[0]
         self.bos_token_id = None
         special = set(self.special_token_ids)
         plain = ((raw, i) for i, raw in enumerate(self.tokens) if raw and i not in special)
@@ -71,11 +71,18 @@ def make_vocabulary(model: ModelConfig) -> llguidance.LLTokenizer:
     if not model.eos_token_ids:
         raise GrammarError("this model names no end token, which structured output needs")
     try:
-        tokens = _Tokens(TextTokenizer.load(model.path), model)
-        wrapper = llguidance.TokenizerWrapper(tokens)
-        return llguidance.LLTokenizer(wrapper, model.vocab_size, list(model.eos_token_ids))
+        tokenizer = TextTokenizer.load(model.path)
+        return vocabulary_of(tokenizer, model.vocab_size, model.eos_token_ids)
     except (ModelError, ValueError) as error:
         raise GrammarError(f"structured output cannot use this tokenizer: {error}") from None
+
+
+def vocabulary_of(
+    tokenizer: TextTokenizer, vocab_size: int, end_ids: Sequence[int]
+) -> llguidance.LLTokenizer:
+    """`vocab_size`: of the model's logits; `end_ids`: what may come after a complete grammar."""
+    wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer, vocab_size, end_ids))
+    return llguidance.LLTokenizer(wrapper, vocab_size, list(end_ids))
 
 
 def limits() -> llguidance.LLParserLimits:

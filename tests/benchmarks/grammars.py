@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from moed.config.model import bundled_checkpoint
+from moed.server.grammar_library import vocabulary_of
 from moed.server.tokenizer import TextTokenizer
 
 PERSON = {
@@ -133,13 +134,12 @@ class Vocabulary:
     """A tokenizer.json, as each library wants it."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        self._tokenizer = TextTokenizer.load(str(path.parent))
-        self.text = path.read_text(encoding="utf-8")
-        self.tokens = [self._tokenizer.token_bytes(token) for token in range(self._tokenizer.size)]
-        self.end_id = max(self._tokenizer.special_ids)
+        self.tokenizer = TextTokenizer.load(str(path.parent))
+        self.tokens = [self.tokenizer.token_bytes(token) for token in range(self.tokenizer.size)]
+        self.end_id = max(self.tokenizer.special_ids)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 class Matcher(Protocol):
@@ -169,7 +169,7 @@ def llguidance_compiler(vocabulary: Vocabulary) -> Compile:
     import llguidance
 
     size = len(vocabulary.tokens)
-    tokenizer = llguidance.LLTokenizer(vocabulary.text, size, vocabulary.end_id)
+    tokenizer = vocabulary_of(vocabulary.tokenizer, size, [vocabulary.end_id])
 
     def compile(case: Case) -> Matcher:
         grammar = llguidance.grammar_from(case.kind, case.source)  # type: ignore[arg-type]
