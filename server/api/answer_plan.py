@@ -18,8 +18,11 @@ from moed.server.parsers.tool_syntax import (
     ToolSpec,
     ToolSyntax,
     calls_grammar,
+    free_grammar,
 )
 from moed.server.parsers.typed_values import ToolTypes
+
+ANY = {"type": "object"}
 
 
 @dataclass(frozen=True)
@@ -77,29 +80,33 @@ def plan_answer(
     }
     literals = Literals(special_ids)
     is_several = body.parallel_tool_calls is not False
-    calls, is_enforced = "", False
-    if tools and (is_enforced := _is_enforced(body)) and form is None:
+    is_enforced = bool(tools) and _is_enforced(body)
+    if is_enforced and form is None:
         raise InvalidRequest(
             "tool_choice asks for a call, and how this model calls tools is not known; the server "
             "can be told with --tool-call-parser",
             param="tool_choice",
             code="unsupported_value",
         )
-    if form is not None and (is_enforced or asked is not None):
-        calls = calls_grammar(
-            _syntax(form.syntax, text), _specs(body, tools), literals, several=is_several
-        )
+    calls, is_bound = "", is_enforced
+    if form is not None:
+        syntax = _syntax(form.syntax, text)
+        if is_enforced or asked is not None:
+            calls = calls_grammar(syntax, _specs(body, tools), literals, several=is_several)
+        elif syntax.mark is not None and any(tool.function.strict for tool in tools):
+            is_bound = True
+            calls = free_grammar(syntax, _strict_specs(tools), literals, several=is_several)
     question = None
-    if is_enforced or asked is not None:
+    if is_bound or asked is not None:
         outer = answer_grammar(
             reasoning,
             literals,
             lambda marker: marker in special_ids,
             starts_inside=starts_inside,
-            body_is_calls=is_enforced,
-            has_calls=bool(calls) and not is_enforced,
+            body_is_calls=is_bound,
+            has_calls=bool(calls) and not is_bound,
         )
-        if is_enforced:
+        if is_bound:
             question = Question("lark", calls, outer)
         elif asked is not None:
             question = Question(asked.kind, asked.source, outer, calls)
@@ -110,7 +117,7 @@ def plan_answer(
         types=_types(tools),
         max_calls=None if is_several else 1,
     )
-    param = "tools" if is_enforced or asked is None else asked.param
+    param = "tools" if is_bound or asked is None else asked.param
     return AnswerPlan(options, frozenset(special_ids.values()), question, param)
 
 
@@ -153,6 +160,14 @@ def _specs(body: ChatBody, tools: Sequence[Tool]) -> list[ToolSpec]:
         ToolSpec(tool.function.name, tool.function.parameters)
         for tool in tools
         if wanted in (None, tool.function.name)
+    ]
+
+
+def _strict_specs(tools: Sequence[Tool]) -> list[ToolSpec]:
+    """All tools; arguments of those that are not strict may be any object."""
+    return [
+        ToolSpec(tool.function.name, tool.function.parameters if tool.function.strict else ANY)
+        for tool in tools
     ]
 
 

@@ -253,6 +253,8 @@ class FunctionDefinition(Body):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Calls of it follow the schema, where the model is free to call it as well."""
 
 
 class Tool(Body):

@@ -8,7 +8,7 @@ those tokens.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moed.server.grammar_library import JSON_WHITESPACE
@@ -36,6 +36,8 @@ class ToolSyntax:
     parameter: tuple[str, str] | None = None
     """Around each argument's value, `{key}` in the first; None: arguments are one JSON object."""
     max_calls: int = MAX_CALLS
+    mark: str | None = None
+    """What the whole begins with, where text may come before it."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,25 @@ class ToolSpec:
 
 OBJECT = '{"name": "{json_name}", "arguments": '
 SYNTAXES: Mapping[str, ToolSyntax] = {
-    "hermes": ToolSyntax("<tool_call>\n" + OBJECT, "}\n</tool_call>"),
+    "hermes": ToolSyntax("<tool_call>\n" + OBJECT, "}\n</tool_call>", mark="<tool_call>"),
     "qwen3_coder": ToolSyntax(
         "<tool_call>\n<function={name}>\n",
         "</function>\n</tool_call>",
         parameter=("<parameter={key}>\n", "\n</parameter>\n"),
+        mark="<tool_call>",
     ),
     "deepseek_v3": ToolSyntax(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
         "\n```<｜tool▁call▁end｜>",
         section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        mark="<｜tool▁calls▁begin｜>",
     ),
     "deepseek_v31": ToolSyntax(
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>",
         section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         separator="",
+        mark="<｜tool▁calls▁begin｜>",
     ),
     "deepseek_v32": ToolSyntax(
         '<｜DSML｜invoke name="{name}">\n',
@@ -74,17 +79,20 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
             '<｜DSML｜parameter name="{key}" string="{is_string}">',
             "</｜DSML｜parameter>\n",
         ),
+        mark="<｜DSML｜function_calls>",
     ),
     "glm45": ToolSyntax(
         "<tool_call>{name}\n",
         "</tool_call>",
         parameter=("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+        mark="<tool_call>",
     ),
     "kimi_k2": ToolSyntax(
         "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         separator="",
+        mark="<|tool_calls_section_begin|>",
     ),
     "minimax_m2": ToolSyntax(
         '<invoke name="{name}">\n',
@@ -92,8 +100,11 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
         section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
         separator="",
         parameter=('<parameter name="{key}">', "</parameter>\n"),
+        mark="<minimax:tool_call>",
     ),
-    "mistral": ToolSyntax(OBJECT, "}", section=("[TOOL_CALLS][", "]"), separator=", "),
+    "mistral": ToolSyntax(
+        OBJECT, "}", section=("[TOOL_CALLS][", "]"), separator=", ", mark="[TOOL_CALLS]"
+    ),
     "openai": ToolSyntax(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", max_calls=1
     ),
@@ -108,7 +119,9 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
     },
 }
 # With names and arguments after marks of their own, as newer templates of this family have it.
-MISTRAL_WITH_ARGUMENT_MARK = ToolSyntax("[TOOL_CALLS]{name}[ARGS]", separator="")
+MISTRAL_WITH_ARGUMENT_MARK = ToolSyntax(
+    "[TOOL_CALLS]{name}[ARGS]", separator="", mark="[TOOL_CALLS]"
+)
 
 
 class Literals:
@@ -141,16 +154,64 @@ def calls_grammar(
     syntax: ToolSyntax, tools: Sequence[ToolSpec], literals: Literals, *, several: bool
 ) -> str:
     """Lark rules whose `start` is one call of one of `tools`, or `several` of them."""
-    rules: list[str] = []
-    names = [f"call_{number}" for number in range(len(tools))]
-    for name, tool in zip(names, tools, strict=True):
-        rules += _call_rules(name, tool, syntax, literals)
+    rules = _calls_rules("call", syntax, tools, literals)
+    return "\n".join([f"start: {_sequence('call', syntax, literals, several)}", *rules])
+
+
+def free_grammar(
+    syntax: ToolSyntax, tools: Sequence[ToolSpec], literals: Literals, *, several: bool
+) -> str:
+    """Lark rules whose `start` is any text, and maybe calls after it, as in `calls_grammar`. Only
+    for a syntax with a `mark`.
+    """
+    assert syntax.mark is not None
+    rules = _calls_rules("call", syntax, tools, literals)
+    opened, first = _without_mark(syntax), "call"
+    if not syntax.section[0]:
+        # The mark is the first call's own; those behind it have it too.
+        first = "first"
+        rules += _calls_rules(first, opened, tools, literals)
+    rest = _sequence(first, opened, literals, several)
+    mark = literals.terminals(syntax.mark)
+    if mark.startswith("<["):
+        # No text holds a special token.
+        texts = ["start: TEXT (opening rest)?", "TEXT: /(?s:.*)/", f"opening: {mark}"]
+    else:
+        pattern = re.escape(syntax.mark).replace("/", r"\/")
+        texts = [
+            "start: TEXT | opening rest",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*{pattern}.*)/",
+            f"opening[lazy]: /(?s:.*){pattern}/",
+        ]
+    return "\n".join([*texts, f"rest: {rest}", *rules])
+
+
+def _without_mark(syntax: ToolSyntax) -> ToolSyntax:
+    mark = syntax.mark or ""
+    begin, end = syntax.section
+    if begin:
+        return replace(syntax, section=(begin.removeprefix(mark), end))
+    return replace(syntax, head=syntax.head.removeprefix(mark))
+
+
+def _sequence(first: str, syntax: ToolSyntax, literals: Literals, several: bool) -> str:
+    """The rule `first`, and `call` for those after it."""
     separator = literals.terminals(syntax.separator)
     begin, end = map(literals.terminals, syntax.section)
     most = syntax.max_calls if several else 1
     more = f"({separator} call){{0,{most - 1}}}" if most > 1 else ""
-    start = " ".join(part for part in (begin, "call", more, end) if part)
-    return "\n".join([f"start: {start}", f"call: {' | '.join(names)}", *rules])
+    return " ".join(part for part in (begin, first, more, end) if part)
+
+
+def _calls_rules(
+    rule: str, syntax: ToolSyntax, tools: Sequence[ToolSpec], literals: Literals
+) -> list[str]:
+    """`rule`: a call of one of `tools`."""
+    names = [f"{rule}_{number}" for number in range(len(tools))]
+    rules = [f"{rule}: {' | '.join(names)}"]
+    for name, tool in zip(names, tools, strict=True):
+        rules += _call_rules(name, tool, syntax, literals)
+    return rules
 
 
 def _call_rules(rule: str, tool: ToolSpec, syntax: ToolSyntax, literals: Literals) -> list[str]:

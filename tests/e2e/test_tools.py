@@ -112,6 +112,24 @@ def test_required_calls_fit_their_schemas(daemon: Daemon, rank: int, parallel: b
     assert "tool_calls" in reasons
 
 
+def test_a_strict_tool_is_called_within_its_schema(daemon: Daemon) -> None:
+    """The model would say Paris; free text stays free."""
+    city = {"enum": ["Rome", "Oslo"]}
+    schema = {**CITY, "properties": {"city": city}}
+    function = {"name": "get_weather", "parameters": schema, "strict": True}
+    body: dict[str, Any] = {
+        "tools": [{"type": "function", "function": function}],
+        "max_tokens": 80,
+    }
+    called = daemon.post("/v1/chat/completions", {**body, "messages": WEATHER}).json()
+    (call,) = called["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    spell = [{"role": "user", "content": "Spell cat"}]
+    said = daemon.post("/v1/chat/completions", {**body, "messages": spell}).json()
+    free = daemon.post("/v1/chat/completions", {"messages": spell, "max_tokens": 80}).json()
+    assert said["choices"][0]["message"]["content"] == free["choices"][0]["message"]["content"]
+
+
 def test_a_named_tool_is_called(daemon: Daemon) -> None:
     with daemon.client() as client:
         found = client.chat.completions.create(

@@ -266,6 +266,17 @@ def test_auto_is_free(hermes: Served) -> None:
         assert hermes.last_request.params.grammar is None
 
 
+def test_strict_tools_bind_calls_that_the_model_is_free_to_make(hermes: Served) -> None:
+    parameters = {"type": "object", "properties": {"a": {"const": "only-this"}}}
+    strict = {"name": "f", "parameters": parameters, "strict": True}
+    tools = [{"type": "function", "function": strict}, TOOL_LIST[0]]
+    hermes.chat(messages=USER, tools=tools, max_tokens=1)
+    grammar = hermes.last_request.params.grammar
+    assert grammar is not None and "only-this" in grammar and "[lazy]" in grammar
+    hermes.chat(messages=USER, tools=tools, tool_choice="none", max_tokens=1)
+    assert hermes.last_request.params.grammar is None
+
+
 def test_a_bad_schema_of_a_tool_is_refused_where_it_counts(hermes: Served) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nope"}}}
     body: dict[str, Any] = {"messages": USER, "tools": [bad], "tool_choice": "required"}

@@ -23,6 +23,7 @@ from moed.server.parsers.tool_syntax import (
     ToolSpec,
     ToolSyntax,
     calls_grammar,
+    free_grammar,
 )
 from moed.server.parsers.typed_values import ToolTypes
 from moed.server.tokenizer import TextTokenizer
@@ -181,6 +182,35 @@ def test_free_text_ends_with_its_tag(model: ModelConfig, tools: str) -> None:
     events = [*parser.feed(raw), *parser.finish()]
     text = "".join(event.text for event in events if isinstance(event, ToolArguments))
     assert json.loads(text) == {"text": 'a "b"\n<x> c'}
+
+
+MARKED = [name for name, entry in TOOL_FORMATS.items() if entry.syntax.mark is not None]
+
+
+@pytest.mark.parametrize("tools", MARKED)
+def test_calls_after_any_text_are_bound_all_the_same(
+    model: ModelConfig, write: Callable[[str, int], str], tools: str
+) -> None:
+    syntax = TOOL_FORMATS[tools].syntax
+    mark = syntax.mark or ""
+    offered = ("get_weather", "now")
+    lark = free_grammar(syntax, specs(*offered), literals(model), several=True)
+    vocabulary, tokenizer = make_vocabulary(model), TextTokenizer.load(model.path)
+    compiled = compile_grammar(vocabulary, to_llguidance("lark", lark, outer="", calls=""))
+
+    def allows(text: str) -> bool:
+        matcher = compiled.deep_copy()
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    for text in ("", "Hello { [ there", mark[:-1] + "\n ..."):
+        assert allows(text), text
+    assert not allows(f"so: {mark}") and not allows(f"so: {mark} anything {mark}")
+    bound = calls_grammar(syntax, specs(*offered), literals(model), several=True)
+    for seed in range(4):
+        calls = write(to_llguidance("lark", bound, outer="", calls=""), seed)
+        assert allows(calls) and allows(f"First,\n{calls}")
+        assert not allows(calls.replace("get_weather", "get_whatever").replace("now", "nowhere"))
 
 
 def test_newer_mistral(model: ModelConfig, write: Callable[[str, int], str]) -> None:
