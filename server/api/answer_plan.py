@@ -12,13 +12,11 @@ from moed.server.parsers.answer_syntax import answer_grammar
 from moed.server.parsers.output_parser import ParserOptions
 from moed.server.parsers.registry import HARMONY_REASONING, TOOL_FORMATS, ReasoningFormat
 from moed.server.parsers.tagged_calls import MISTRAL_ARGUMENTS
+from moed.server.parsers.tool_grammar import Literals, calls_grammar, free_grammar
 from moed.server.parsers.tool_syntax import (
     MISTRAL_WITH_ARGUMENT_MARK,
-    Literals,
     ToolSpec,
     ToolSyntax,
-    calls_grammar,
-    free_grammar,
 )
 from moed.server.parsers.typed_values import ToolTypes
 

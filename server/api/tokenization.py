@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moed.server.api.chat import render
 from moed.server.api.completions import check_length
+from moed.server.api.conversation import render
 from moed.server.api.errors import InvalidRequest
 from moed.server.api.generation import encode_all, served_model
 from moed.server.api.json_route import JsonRoute

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from moed.server.parsers import harmony
 from moed.server.parsers.registry import HARMONY_REASONING, ReasoningFormat
-from moed.server.parsers.tool_syntax import Literals
+from moed.server.parsers.tool_grammar import Literals
 
 BODY, CALLS = "@body", "@calls"
 ANY_TEXT = "/(?s:.*)/"

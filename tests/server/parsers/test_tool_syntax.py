@@ -17,14 +17,8 @@ from moed.server.grammar_masks import unpack
 from moed.server.parsers.events import Content, Reasoning, ToolArguments, ToolStart
 from moed.server.parsers.output_parser import OutputParser, ParserOptions
 from moed.server.parsers.registry import TOOL_FORMATS, reasoning_format, tool_format
-from moed.server.parsers.tool_syntax import (
-    MISTRAL_WITH_ARGUMENT_MARK,
-    Literals,
-    ToolSpec,
-    ToolSyntax,
-    calls_grammar,
-    free_grammar,
-)
+from moed.server.parsers.tool_grammar import Literals, calls_grammar, free_grammar
+from moed.server.parsers.tool_syntax import MISTRAL_WITH_ARGUMENT_MARK, ToolSpec, ToolSyntax
 from moed.server.parsers.typed_values import ToolTypes
 from moed.server.tokenizer import TextTokenizer
 from tests.server.http.checkpoints import END, byte_level_tokenizer, token_id, write_checkpoint
