@@ -10,7 +10,12 @@ from moed.server.api.structured import Asked
 from moed.server.grammar_checker import Question
 from moed.server.parsers.answer_syntax import answer_grammar
 from moed.server.parsers.output_parser import ParserOptions
-from moed.server.parsers.registry import HARMONY_REASONING, TOOL_FORMATS, ReasoningFormat
+from moed.server.parsers.registry import (
+    HARMONY_REASONING,
+    TOOL_FORMATS,
+    ReasoningFormat,
+    ToolFormat,
+)
 from moed.server.parsers.tagged_calls import MISTRAL_ARGUMENTS
 from moed.server.parsers.tool_grammar import Literals, calls_grammar, free_grammar
 from moed.server.parsers.tool_syntax import (
@@ -34,6 +39,8 @@ class AnswerPlan:
     """The grammar of the whole answer, where there is one."""
     param: str
     """What to blame for it."""
+    notes: tuple[str, ...]
+    """What the client should know of its tools."""
 
 
 def offered_tools(body: ChatBody) -> list[Tool]:
@@ -116,7 +123,18 @@ def plan_answer(
         max_calls=None if is_several else 1,
     )
     param = "tools" if is_bound or asked is None else asked.param
-    return AnswerPlan(options, frozenset(special_ids.values()), question, param)
+    notes = _notes(form, tools, is_bound or asked is not None)
+    return AnswerPlan(options, frozenset(special_ids.values()), question, param, notes)
+
+
+def _notes(form: ToolFormat | None, tools: Sequence[Tool], is_bound: bool) -> tuple[str, ...]:
+    if tools and form is None:
+        return ("how this model calls tools is not known here: its calls come as text",)
+    if any(tool.function.strict for tool in tools) and not is_bound:
+        return (
+            "strict tools of this model are held to their schemas only where they are required",
+        )
+    return ()
 
 
 def _is_enforced(body: ChatBody) -> bool:

@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -62,7 +63,8 @@ def chat_router(state: AppState) -> APIRouter:
             if plan.question is not None:
                 grammar = await engine_grammar(plan.question, plan.param, state)
                 sampling = sampling.with_grammar(grammar)
-            return ChatGeneration(state, request, body, prompt, sampling, ignored, plan)
+            told = replace(ignored, notes=plan.notes)
+            return ChatGeneration(state, request, body, prompt, sampling, told, plan)
 
         events = stream_chat if body.stream else None
         return await respond(request, start(), events, whole_chat)

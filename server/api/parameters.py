@@ -46,9 +46,10 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Ignored:
-    """Parameters that the server does not know."""
+    """Parameters that the server does not know, and notes on what it does not do."""
 
     names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -58,7 +59,8 @@ class Ignored:
 
     @property
     def warnings(self) -> list[str]:
-        return [f"parameter {name[:100]!r} is not known and was ignored" for name in self.names]
+        unknown = [f"parameter {name[:100]!r} is not known and was ignored" for name in self.names]
+        return [*unknown, *self.notes]
 
 
 def check_unknown(body: SamplingBody, config: EngineConfig) -> Ignored:

@@ -399,3 +399,19 @@ def test_a_continued_message_goes_on_where_it_was(
     message = answer["choices"][0]["message"]
     assert message.get("reasoning", "") == thought
     assert message["content"] == content
+
+
+def test_the_client_is_told_what_is_not_done_for_its_tools(
+    harmony: Served, tmp_path: pathlib.Path
+) -> None:
+    says(harmony, "<|channel|>final<|message|>x")
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    assert "strict" in harmony.chat(messages=USER, tools=[strict])["warnings"][0]
+    assert "warnings" not in harmony.chat(messages=USER, tools=TOOL_LIST)
+    enforced = harmony.chat(messages=USER, tools=[strict], tool_choice="required", max_tokens=1)
+    assert "warnings" not in enforced
+    with serve(checkpoint_of(tmp_path, CHATML, ())) as served:
+        says(served, "x")
+        (warning,) = served.chat(messages=USER, tools=TOOL_LIST)["warnings"]
+        assert "as text" in warning
+        assert served.stream(PATH, messages=USER, tools=TOOL_LIST)[0]["warnings"] == [warning]
