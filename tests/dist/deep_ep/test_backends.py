@@ -66,7 +66,7 @@ def test_a_library_that_cannot_load_is_told_with_its_own_reason(
 
 
 def test_version_1_has_no_elastic_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = DeepEP(pytest, has_elastic_buffer=False)  # type: ignore[arg-type]
+    found = DeepEP(pytest, has_elastic_buffer=False)
     monkeypatch.setattr(deepep, "find_deep_ep", lambda: found)
     assert deepep.library_of("deepep_low_latency", one_rank(), CUDA) is pytest
     with pytest.raises(ConfigError, match="older than version 2"):
