@@ -53,13 +53,21 @@ def question(config: EngineConfig, machine: Machine) -> Question:
         num_ranks=moe.expert_parallel_size,
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         num_tokens=dispatch_capacity(config),
-        num_experts=moe.num_experts,
+        num_experts=num_dispatched_experts(config),
         top_k=moe.top_k,
         hidden_size=moe.hidden_size,
         dtype=config.model.dtype,
         num_nodes=machine.num_nodes,
         qp_depth=machine.qp_depth,
     )
+
+
+def num_dispatched_experts(config: EngineConfig) -> int:
+    """Experts as DeepEP counts them: with copies, the slots of all ranks."""
+    moe = config.fused_moe
+    if config.parallel.expert_placement is None:
+        return moe.num_experts
+    return moe.expert_parallel_size * moe.num_local_slots
 
 
 def dispatch_capacity(config: EngineConfig) -> int:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from moed.config.capabilities import ActivationFormat, BackendCapabilities
 from moed.config.errors import ConfigError
+from moed.config.expert_placement import ExpertPlacement
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class ParallelConfig:
     """CPU threads of each rank: the node's cores divided by its ranks, unless set."""
     distributed_timeout_s: float
     """Bound on any one collective."""
+    expert_placement: tuple[tuple[tuple[int, ...], ...], ...] | None = None
+    """From `--expert-placement`: by decoder layer and rank, the experts there; None: linear."""
 
     @property
     def world_size(self) -> int:
@@ -42,6 +45,13 @@ class ParallelConfig:
     def expert_parallel_size(self) -> int:
         """Processes over which experts are spread: all of them, or 1 when each holds a shard."""
         return self.world_size if self.enable_expert_parallel else 1
+
+    @property
+    def placement_digest(self) -> str:
+        """Of `expert_placement`: "linear" where there is none."""
+        if self.expert_placement is None:
+            return "linear"
+        return hashlib.sha256(repr(self.expert_placement).encode()).hexdigest()[:16]
 
     @property
     def use_batched_dp_moe(self) -> bool:
@@ -78,6 +88,8 @@ class FusedMoEConfig:
     top_k: int
     hidden_size: int
     intermediate_size: int
+    num_local_slots: int
+    """e, experts that a process has room for: its even share, or more where some have copies."""
     max_num_tokens: int
     """B, from `SchedulerConfig.max_num_batched_tokens`."""
     expert_parallel_size: int
@@ -98,6 +110,7 @@ class FusedMoEConfig:
         max_num_tokens: int | None = None,
         tensor_parallel_size: int = 1,
         received_rows_multiple: int = 1,
+        num_local_slots: int | None = None,
     ) -> None:
         if max_num_tokens is None or max_num_tokens < 1:
             raise ConfigError(
@@ -110,6 +123,7 @@ class FusedMoEConfig:
             "top_k": top_k,
             "hidden_size": hidden_size,
             "intermediate_size": intermediate_size,
+            "num_local_slots": num_local_slots or -(-num_experts // expert_parallel_size),
             "max_num_tokens": max_num_tokens,
             "expert_parallel_size": expert_parallel_size,
             "dispatch_capacity": _dispatch_capacity(
@@ -228,7 +242,19 @@ class EngineConfig:
             max_num_tokens=self.scheduler.max_num_batched_tokens,
             tensor_parallel_size=self.parallel.tensor_parallel_size,
             received_rows_multiple=self.parallel.backend.received_rows_multiple,
+            num_local_slots=self.placement().num_local_slots,
         )
+
+    def placement(self, layer: int = 0) -> ExpertPlacement:
+        """Where the experts of decoder layer `layer` lie. All layers have as many slots."""
+        parallel, num_experts = self.parallel, self.model.num_experts
+        if not parallel.enable_expert_parallel:
+            return ExpertPlacement.sharded(num_experts, parallel.world_size)
+        table = parallel.expert_placement
+        if table is None:
+            return ExpertPlacement.linear(num_experts, parallel.world_size)
+        slots = max(len(held) for ranks in table for held in ranks)
+        return ExpertPlacement(table[layer], num_experts, least_local_slots=slots)
 
     def agreement_items(self) -> dict[str, str]:
         """What must be equal on all ranks, as text: compared at start, key by key."""
@@ -242,6 +268,7 @@ class EngineConfig:
             "data_parallel_size": self.parallel.data_parallel_size,
             "tensor_parallel_size": self.parallel.tensor_parallel_size,
             "enable_expert_parallel": self.parallel.enable_expert_parallel,
+            "expert_placement": self.parallel.placement_digest,
             "device": self.parallel.device,
             "model": self.model.model,
             "revision": self.model.revision,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moed.config import deep_ep_limits as limits
 from moed.config.capabilities import ActivationFormat, BackendCapabilities, DeepEPMode
-from moed.config.deep_ep_question import dispatch_capacity
+from moed.config.deep_ep_question import dispatch_capacity, num_dispatched_experts
 from moed.config.engine_config import EngineConfig
 from moed.config.machine import Machine
 from moed.config.weight_bytes import (
@@ -66,7 +66,7 @@ def num_received_rows(config: EngineConfig, backend: BackendCapabilities) -> tup
     text = f"{ranks} {'rank' if ranks == 1 else 'ranks'} x {tokens} tokens"
     if backend.activation_format is ActivationFormat.BATCHED and ranks > 1:
         # Every local expert has room for every row.
-        num_local = -(-moe.num_experts // ranks)
+        num_local = moe.num_local_slots
         return num_local * ranks * tokens, f"{num_local} local experts x {text}"
     return ranks * tokens, text
 
@@ -94,10 +94,11 @@ def dispatch_items(
 
 def _low_latency(config: EngineConfig) -> list[Item]:
     moe, tokens = config.fused_moe, dispatch_capacity(config)
-    needed = limits.low_latency_rdma_bytes(tokens, moe.hidden_size, moe.num_experts)
-    heap = limits.low_latency_heap_bytes(tokens, moe.hidden_size, moe.num_experts)
+    experts = num_dispatched_experts(config)
+    needed = limits.low_latency_rdma_bytes(tokens, moe.hidden_size, experts)
+    heap = limits.low_latency_heap_bytes(tokens, moe.hidden_size, experts)
     text = (
-        f"RDMA {needed} B for {moe.num_experts} experts x {tokens} tokens x hidden "
+        f"RDMA {needed} B for {experts} experts x {tokens} tokens x hidden "
         f"{moe.hidden_size}, two of each; heap in steps of 512 MiB"
     )
     return [Item("NVSHMEM heap", heap, text), _library_workspace()]
@@ -175,7 +176,7 @@ def workspace_items(config: EngineConfig, backend: BackendCapabilities) -> list[
         what = f"{rows} rows x (2 x {moe.intermediate_size} + {moe.hidden_size}) x {size} B"
         items.append(Item("gate, up and results", made, what))
     else:
-        num_local = -(-moe.num_experts // config.parallel.expert_parallel_size)
+        num_local = moe.num_local_slots
         choices = min(moe.top_k, num_local)
         pair = moe.hidden_size * (size + FLOAT_BYTES) + inner
         what = f"{rows} rows x {choices} choices x {pair} B (rows, gate and up, sums in float32)"

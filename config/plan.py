@@ -8,7 +8,7 @@ from typing import Any
 
 from moed.config import deep_ep_limits as limits
 from moed.config.capabilities import ActivationFormat, DeepEPMode
-from moed.config.deep_ep_question import dispatch_capacity
+from moed.config.deep_ep_question import dispatch_capacity, num_dispatched_experts
 from moed.config.engine_config import EngineConfig
 from moed.config.machine import Machine
 from moed.config.memory import (
@@ -142,7 +142,8 @@ def _limits_of_budget(config: EngineConfig, machine: Machine) -> list[tuple[int,
     if backend.max_tokens_per_rank is not None:
         found.append((backend.max_tokens_per_rank, f"limit of {backend.name}"))
     if backend.deep_ep_mode is DeepEPMode.LOW_LATENCY:
-        most = limits.most_low_latency_tokens(moe.hidden_size, moe.num_experts, ranks)
+        experts = num_dispatched_experts(config)
+        most = limits.most_low_latency_tokens(moe.hidden_size, experts, ranks)
         found.append((most * tensor, "low-latency buffer under 32 GiB"))
         if machine.qp_depth is not None and machine.qp_depth.isdigit():
             most = limits.most_tokens_at_qp_depth(int(machine.qp_depth), ranks)

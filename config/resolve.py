@@ -4,7 +4,7 @@ Every default that depends on something else is decided here, and every cross-ch
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from moed.config.errors import ConfigError
 from moed.config.hub import fetch
 from moed.config.machine import Machine
 from moed.config.model import BUNDLED_NAME, bundled_checkpoint, load_model_config
+from moed.config.placement_file import read_placement
 from moed.config.settings import ServeSettings
 
 SHARDING_BACKEND = "allgather_reducescatter"
@@ -81,6 +82,9 @@ def assemble(
     budget_tokens, num_seqs = budget.decide(settings, parallel, decided)
     server = _server(settings)
     model = load_model(decided)
+    if settings.expert_placement is not None:
+        table = read_placement(settings.expert_placement, model, parallel.world_size)
+        parallel = replace(parallel, expert_placement=table)
     scheduler = SchedulerConfig(
         max_num_batched_tokens=budget_tokens,
         max_num_seqs=num_seqs,
@@ -114,6 +118,11 @@ def _parallel(
     decided: Decided,
 ) -> ParallelConfig:
     num_processes = _num_processes(settings)
+    if settings.expert_placement is not None and not settings.enable_expert_parallel:
+        raise ConfigError(
+            f"expert_placement is {settings.expert_placement!r}, and enable_expert_parallel is "
+            "off: each rank holds a part of every expert then; leave out one of the two"
+        )
     device = _device(settings, here, decided)
     num_threads = settings.num_threads
     if num_threads is None:

@@ -97,6 +97,13 @@ class ServeSettings:
         "spread whole experts over all processes; off: each holds a shard of every expert",
         group=PARALLEL,
     )
+    expert_placement: str | None = option(
+        None,
+        "JSON file that says which rank holds which experts, copies included (`moed place`)",
+        group=PARALLEL,
+        metavar="FILE",
+        shown_default="even shares in order",
+    )
     all2all_backend: str = option(
         "auto",
         "how rows travel to their experts; auto: local for one rank, else all2allv",

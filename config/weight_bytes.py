@@ -71,7 +71,7 @@ def _num_weights(config: EngineConfig) -> dict[str, int]:
     hidden, table = model.hidden_size, model.vocab_size * model.hidden_size
     num_moe = sum(moe_layers(model))
     num_dense = model.num_layers - num_moe
-    num_local = -(-moe.num_experts // config.parallel.expert_parallel_size)
+    num_local = moe.num_local_slots
     inner = model.moe_intermediate_size
     if not config.parallel.enable_expert_parallel:
         inner = -(-inner // config.parallel.world_size)

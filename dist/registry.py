@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from moed.config.expert_placement import ExpertPlacement
     from moed.dist.all2all.base import All2AllBackend
     from moed.dist.groups import Groups
-    from moed.dist.placement import ExpertPlacement
 
 _DECLARATIONS = (
     BackendCapabilities(

@@ -8,10 +8,11 @@ import torch
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import MoedError
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import All2AllBackend, Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement, SlotMap
+from moed.dist.placement import SlotMap
 
 MAX_ROWS = 7
 # Relative: one rounding of the result, and of the partial sums on their way.

@@ -28,6 +28,10 @@ class ForwardBatch:
     """[R, P] int64 block ids, rows padded with 0."""
     logits_indices: torch.Tensor
     """[J] int64, the rows of T whose logits are wanted."""
+    routed_experts: torch.Tensor | None = None
+    """[T, M, K] int32 for the M MoE layers, to be filled with the experts that each token is routed
+    to; None: nobody asks.
+    """
 
     @property
     def num_tokens(self) -> int:

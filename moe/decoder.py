@@ -3,10 +3,12 @@
 Legend: T tokens, D hidden, H query heads, G KV heads, d head dim, J rows whose logits are wanted.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from moed.config.engine_config import ModelConfig
 from moed.dist.dp_metadata import DPMetadata
@@ -97,12 +99,12 @@ class Decoder:
         features: DecoderFeatures,
         embedding: torch.Tensor,
         layers: list[Layer],
-        experts: list[Experts],
+        experts: Mapping[int, Experts],
         final_norm: torch.Tensor,
         head: Linear,
         tensor_parallel: TensorParallel,
     ) -> None:
-        """`embedding` [V, D], `head` to V; `experts` are those inside `layers`."""
+        """`embedding` [V, D], `head` to V; `experts` are those inside `layers`, by layer."""
         self._model = model
         self._features = features
         self._embedding = embedding
@@ -115,9 +117,28 @@ class Decoder:
         self._num_kv_heads = local_kv_heads(model, tensor_parallel.size)
 
     @property
-    def num_moe_rows(self) -> int:
-        """(row, expert) pairs that this rank's experts have computed."""
-        return sum(experts.num_rows for experts in self._experts)
+    def moe_layers(self) -> tuple[int, ...]:
+        """The M layers that have experts."""
+        return tuple(self._experts)
+
+    @property
+    def moe_rows(self) -> torch.Tensor:
+        """[M, e] int64, on the device: (row, expert) pairs that this rank's experts have computed,
+        for each MoE layer and slot.
+        """
+        rows = [experts.rows_per_slot for experts in self._experts.values()]
+        # A placement may leave slots empty in some layers.
+        return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0).long()
+
+    def routing_record(self, num_tokens: int) -> torch.Tensor:
+        """[num_tokens, M, K] int32, for `ForwardBatch.routed_experts`."""
+        shape = (num_tokens, len(self._experts), self._model.top_k)
+        return torch.empty(shape, dtype=torch.int32, device=self._embedding.device)
+
+    def forget_moe_rows(self) -> None:
+        """Count from 0 again."""
+        for experts in self._experts.values():
+            experts.rows_per_slot.zero_()
 
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
@@ -141,12 +162,13 @@ class Decoder:
             batch.slot_mapping,
             kv_cache,
         )
+        routed = iter(() if batch.routed_experts is None else batch.routed_experts.unbind(1))
         for index, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.input_norm, eps)
             hidden = hidden + self._attend(index, layer.attention, normed, step)
             normed = rms_norm(hidden, layer.post_attention_norm, eps)
             if isinstance(layer.mlp, FusedMoE):
-                hidden = hidden + layer.mlp(normed, dp_metadata)
+                hidden = hidden + layer.mlp(normed, dp_metadata, next(routed, None))
             else:
                 part = swiglu(normed, layer.mlp.gate_up, layer.mlp.down)
                 hidden = hidden + self._tensor_parallel.sum(part)

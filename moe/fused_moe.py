@@ -43,13 +43,22 @@ class FusedMoE:
         on_gpu = shared is not None and shared.down.is_cuda
         self._shared_stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
 
-    def __call__(self, hidden: torch.Tensor, dp_metadata: DPMetadata) -> torch.Tensor:
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        dp_metadata: DPMetadata,
+        routed_experts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """[n, D] for `hidden` [n, D]. Every rank calls it for every layer, also with n = 0.
+        `routed_experts` [n, K] is filled with the chosen experts of all rows.
 
         Raises `TokenBudgetExceeded`, before any collective, when n is above B.
         """
         num_rows = hidden.shape[0]
         self.check(num_rows, dp_metadata)
+        if routed_experts is not None:
+            # Apart from the way of the rows, of which each member sees its share alone.
+            routed_experts.copy_(self._router.route(hidden)[1])
         own = self._tensor_parallel.share(hidden, 0.0)
         shared = None
         if self._shared is not None:

@@ -11,7 +11,7 @@ from moed.config.engine_config import EngineConfig
 from moed.config.quantization import quantization_of
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement, SlotMap
+from moed.dist.placement import SlotMap
 from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.block_scaled import BlockScaled, WeightFormat
 from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
@@ -35,7 +35,6 @@ def load_model(
     config: EngineConfig,
     groups: Groups,
     backend: All2AllBackend,
-    placement: ExpertPlacement,
     report: Callable[[str], None],
 ) -> Decoder:
     """Read the own experts, the own heads and all else. Raises `ModelError`."""
@@ -45,9 +44,8 @@ def load_model(
     features = family.features(config.model)
 
     def build(source: Source, on_layer: Callable[[int], None]) -> Decoder:
-        return _Builder(config, features, family.names, source, groups, backend, placement).build(
-            on_layer
-        )
+        builder = _Builder(config, features, family.names, source, groups, backend)
+        return builder.build(on_layer)
 
     source: Source
     if config.model.load_format == "dummy":
@@ -103,7 +101,6 @@ class _Builder:
         source: Source,
         groups: Groups,
         backend: All2AllBackend,
-        placement: ExpertPlacement,
     ) -> None:
         self._config = config
         self._model = config.model
@@ -112,10 +109,11 @@ class _Builder:
         self._source = source
         self._rank = groups.rank
         self._backend = backend
-        self._placement = placement
         self._tensor_parallel = TensorParallel(groups)
-        self._slots = SlotMap(placement, groups.rank, source.device)
         self._experts: list[Experts] = []
+        self._moe_layers: list[int] = []
+        # Of the layer that is being built.
+        self._placement = config.placement()
 
     def build(self, on_layer: Callable[[int], None]) -> Decoder:
         """The decoder; `on_layer` is told the number of each layer before it is read."""
@@ -137,7 +135,7 @@ class _Builder:
             self._features,
             embedding,
             layers,
-            self._experts,
+            dict(zip(self._moe_layers, self._experts, strict=True)),
             final_norm,
             Linear(head, None),
             self._tensor_parallel,
@@ -152,7 +150,7 @@ class _Builder:
                 f"{prefix}post_attention_layernorm.weight", (hidden,)
             ),
             mlp=(
-                self._moe(prefix)
+                self._moe(index, prefix)
                 if self._features.moe_layers[index]
                 else self._dense(f"{prefix}mlp.")
             ),
@@ -213,8 +211,9 @@ class _Builder:
             down = down[:, shard.start : shard.stop].contiguous()
         return join_rows(gate_up), down
 
-    def _moe(self, prefix: str) -> FusedMoE:
+    def _moe(self, index: int, prefix: str) -> FusedMoE:
         model = self._model
+        self._placement = self._config.placement(index)
         fused = FusedNames()
         is_fused = self._source.has(prefix + fused.gate_up)
         weight = self._source.get(
@@ -227,13 +226,14 @@ class _Builder:
             self._routed_experts(prefix, is_fused),
         )
         self._experts.append(experts)
+        self._moe_layers.append(index)
         features = self._features
         return FusedMoE(
             self._config.fused_moe,
             Router(weight, model.top_k, features.renormalize, features.weighs_input),
             experts,
             self._backend,
-            self._slots,
+            SlotMap(self._placement, self._rank, self._source.device),
             self._tensor_parallel,
             self._shared_experts(prefix),
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moed.dist.placement import ExpertPlacement
+from moed.config.expert_placement import ExpertPlacement
 
 
 @dataclass(frozen=True)

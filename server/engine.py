@@ -10,13 +10,13 @@ from moed.config.errors import ModelError
 from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
-from moed.dist.placement import place_experts
 from moed.dist.registry import create_backend
 from moed.dist.selfcheck import check_backend
 from moed.moe.kv_cache import KVCache, kv_bytes_per_block, local_kv_heads
 from moed.moe.model import Decoder, load_model
 from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import Channel, EngineLoop
+from moed.server.expert_reports import ExpertReports
 from moed.server.faults import Faults
 from moed.server.grammar_masks import NO_MASKS, GrammarMasks
 from moed.server.kv_sizing import MIB, decide_max_model_len, own_num_blocks
@@ -62,9 +62,12 @@ class Engine:
         runner = ModelRunner(model, kv_cache, block_size, self._device)
         agreement = Agreement(self._groups, self._config.parallel, self._config.digest())
         self._progress("warming up")
+        reports = ExpertReports(self._groups.rank, model, self._channel.send)
         if self._groups.tensor_rank:
             run_warm_up(self._plans, runner, agreement)
-            self._loop = MemberLoop(self._plans, runner, agreement, self._channel, self._faults)
+            self._loop = MemberLoop(
+                self._plans, runner, agreement, self._channel, self._faults, reports
+            )
         else:
             self._warm_up(runner, agreement, blocks, max_model_len)
             self._loop = EngineLoop(
@@ -77,8 +80,11 @@ class Engine:
                 channel=self._channel,
                 faults=self._faults,
                 grammars=GrammarMasks(self._config.model, self._config.parallel.num_threads),
+                expert_reports=reports,
                 first_step_id=WARM_UP_STEP_ID + 1,
             )
+        # What the warm-up computed is nobody's load.
+        model.forget_moe_rows()
         phases = {"load": kv_started - load_started, "warm_up": time.monotonic() - kv_started}
         self._channel.send(
             RankReady(
@@ -104,7 +110,7 @@ class Engine:
         """The dispatch backend, checked with known rows, and the model with this rank's experts."""
         config = self._config
         self._progress(f"checking backend {config.parallel.backend.name}")
-        placement = place_experts(config)
+        placement = config.placement()
         self._backend = create_backend(
             config.parallel.backend.name,
             self._groups,
@@ -116,7 +122,7 @@ class Engine:
         check_backend(self._backend, self._groups, config, placement)
         self._progress("loading the model")
         self._faults.on_load()
-        return load_model(config, self._groups, self._backend, placement, self._progress)
+        return load_model(config, self._groups, self._backend, self._progress)
 
     def _size_kv_cache(self) -> tuple[KVCache, BlockManager, int]:
         """The cache, its blocks, and L: agreed, since every rank takes the smallest number."""

@@ -18,6 +18,7 @@ from moed.server.health import Health
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
+    ExpertLoad,
     FromEngine,
     RankProgress,
     RankReady,
@@ -146,6 +147,8 @@ class EngineClient:
         match message:
             case StepOutputs():
                 self._on_step(message)
+            case ExpertLoad():
+                self._metrics.expert_loads.add(message)
             case RankProgress(rank, phase):
                 self._health.on_progress(rank, phase)
             case RankReady():

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from moed.dist.agreement import Agreement, DecisionKind, RankState
 from moed.server.block_manager import BlockManager
+from moed.server.expert_reports import ExpertReports
 from moed.server.faults import Faults
 from moed.server.grammar_masks import NO_MASKS, GrammarMasks
 from moed.server.messages import (
@@ -19,6 +20,7 @@ from moed.server.messages import (
     Wake,
 )
 from moed.server.model_runner import ModelRunner
+from moed.server.routed_experts import keep_routed_experts
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler, refuse
 from moed.server.step_plan import StepPlan, StepPlans
@@ -54,6 +56,7 @@ class EngineLoop:
         channel: Channel,
         faults: Faults,
         grammars: GrammarMasks,
+        expert_reports: ExpertReports,
         first_step_id: int,
     ) -> None:
         self._rank = rank
@@ -65,6 +68,7 @@ class EngineLoop:
         self._channel = channel
         self._faults = faults
         self._grammars = grammars
+        self._expert_reports = expert_reports
         self._step_id = first_step_id
         self._num_steps = 0
         self._wake_number = 0
@@ -96,10 +100,13 @@ class EngineLoop:
                 return True
         pending = self._grammars.start(schedule)
         logits = self._runner.run(batch, agreed.dp_metadata)
+        if batch.routed_experts is not None:
+            keep_routed_experts(schedule, batch.routed_experts)
         masks = NO_MASKS if pending is None else pending.result()
         outputs = self._scheduler.update(schedule, sample(schedule, logits, masks))
         self._num_steps += 1
         self._report(outputs)
+        self._expert_reports.after_step()
         return True
 
     @property
@@ -113,6 +120,7 @@ class EngineLoop:
         no step is made: the other ranks may not have heard of them yet.
         """
         self._report([], if_anything_changed=True)
+        self._expert_reports.before_sleep()
         last = self._wake_number
         while self._wake_number <= last:
             self._channel.wait(SLEEP_WAIT_S)
@@ -169,7 +177,6 @@ class EngineLoop:
             num_generation_tokens=counters.num_generation_tokens,
             num_preemptions=counters.num_preemptions,
             max_step_tokens=counters.max_step_tokens,
-            num_moe_rows=self._runner.num_moe_rows,
             num_finished=counters.num_finished,
             num_aborted=counters.num_aborted,
         )

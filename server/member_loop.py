@@ -6,6 +6,7 @@ import torch
 
 from moed.dist.agreement import Agreement, DecisionKind
 from moed.server.engine_loop import SLEEP_WAIT_S, Channel
+from moed.server.expert_reports import ExpertReports
 from moed.server.faults import Faults
 from moed.server.messages import Wake
 from moed.server.model_runner import ModelRunner
@@ -22,12 +23,14 @@ class MemberLoop:
         agreement: Agreement,
         channel: Channel,
         faults: Faults,
+        expert_reports: ExpertReports,
     ) -> None:
         self._plans = plans
         self._runner = runner
         self._agreement = agreement
         self._channel = channel
         self._faults = faults
+        self._expert_reports = expert_reports
         self._wake_number = 0
 
     def run(self) -> None:
@@ -51,10 +54,12 @@ class MemberLoop:
                 self._sleep()
             case DecisionKind.RUN:
                 self._runner.run(plan.batch, agreed.dp_metadata)
+                self._expert_reports.after_step()
         return True
 
     def _sleep(self) -> None:
         """As the other ranks do: until a wake number above the last one."""
+        self._expert_reports.before_sleep()
         last = self._wake_number
         while self._wake_number <= last:
             self._channel.wait(SLEEP_WAIT_S)

@@ -35,6 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     """None: none. k: the chosen token's, and the k most likely ones (k may be 0)."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for each prompt token but the first."""
+    return_routed_experts: bool = False
+    """Send which experts each token was routed to."""
     stop_token_ids: list[int] = []
     """Tokens that end the output: those of the request and, unless `ignore_eos`, the model's EOS
     ids.
@@ -88,6 +90,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """The experts that a request's tokens were routed to, in each MoE layer."""
+
+    first_position: int
+    num_tokens: int
+    ids: bytes
+    """[num_tokens, MoE layers, K] uint16, little-endian."""
+
+
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What one step gave one request. Steps that only prefill send nothing."""
 
@@ -107,6 +118,10 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """Once, with the first output: one per prompt token, the first None."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed, thanks to the prefix cache."""
+    routed_experts: list[RoutedExperts] = []
+    """When asked for: of the tokens computed since the last output. What preemption has computed
+    again comes twice.
+    """
 
 
 class RankStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,10 +140,21 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     max_step_tokens: int
     """Most tokens any step ran so far: never above B."""
-    num_moe_rows: int
-    """Rows that this rank's experts computed, all layers together."""
     num_finished: int
     num_aborted: int
+
+
+class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):
+    """What the experts of one process have computed since it was ready: at most once a second, and
+    when it goes to sleep.
+    """
+
+    rank: int
+    """Of the process: DP rank x tensor parallel size + member."""
+    layers: list[int]
+    """The decoder layers that have experts."""
+    rows: list[list[int]]
+    """By layer and slot: (token, choice) pairs, padding excluded."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -160,7 +186,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag="progress"):
     phase: str
 
 
-FromEngine = StepOutputs | RankReady | RankProgress
+FromEngine = StepOutputs | ExpertLoad | RankReady | RankProgress
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True):

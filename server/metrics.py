@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moed.config.engine_config import EngineConfig
+from moed.server.expert_loads import ExpertLoads
+from moed.server.expert_metrics import expert_families
 from moed.server.messages import RankReady, RankStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,7 +42,6 @@ COUNTERS = (
     ("generation_tokens", "num_generation_tokens", "Tokens generated."),
     ("num_preemptions", "num_preemptions", "Requests put back to make room in the KV cache."),
     ("engine_steps", "num_steps", "Steps that the rank made together with all others."),
-    ("moe_rows", "num_moe_rows", "Rows that the rank's experts computed, all layers together."),
     ("requests_finished", "num_finished", "Requests that ended by themselves."),
     ("requests_aborted", "num_aborted", "Requests that were aborted."),
 )
@@ -53,6 +54,7 @@ class Metrics:
         self._model_name = config.model.served_model_names[0]
         self._num_ranks = config.parallel.data_parallel_size
         self._stats: dict[int, RankStats] = {}
+        self.expert_loads = ExpertLoads(config)
         self._ready: dict[int, RankReady] = {}
         self._max_step_tokens_seen = 0
         self.registry = CollectorRegistry()
@@ -155,6 +157,7 @@ class Metrics:
             up.add_metric(own, float(rank in self._ready))
         yield usage
         yield up
+        yield from expert_families(self.expert_loads, self._model_name)
         yield from self._info_families()
 
     def _family(

@@ -3,6 +3,7 @@
 Legend: T tokens, R requests, P the most blocks any holds, J rows of logits.
 """
 
+from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
@@ -19,8 +20,21 @@ class Model(Protocol):
     """What the runner needs of `moed.moe.model.Decoder`."""
 
     @property
-    def num_moe_rows(self) -> int:
-        """Rows that this rank's experts have computed."""
+    def moe_layers(self) -> tuple[int, ...]:
+        """The M decoder layers that have experts."""
+        ...
+
+    @property
+    def moe_rows(self) -> torch.Tensor:
+        """[M, e] int64, on the device: pairs that this rank's experts have computed, by slot."""
+        ...
+
+    def routing_record(self, num_tokens: int) -> torch.Tensor:
+        """[num_tokens, M, K] int32, to be filled with the chosen experts."""
+        ...
+
+    def forget_moe_rows(self) -> None:
+        """Count from 0 again."""
         ...
 
     def forward(
@@ -86,13 +100,15 @@ class ModelRunner:
         self._device = device
 
     @property
-    def num_moe_rows(self) -> int:
-        """Rows that this rank's experts have computed since the start."""
-        return self._model.num_moe_rows
+    def model(self) -> Model:
+        return self._model
 
     def batch(self, schedule: Schedule) -> ForwardBatch:
         """The tensors of a step."""
-        return make_batch(schedule, self._block_size, self._device)
+        batch = make_batch(schedule, self._block_size, self._device)
+        if any(s.request.params.return_routed_experts for s in schedule.requests):
+            return replace(batch, routed_experts=self._model.routing_record(schedule.num_tokens))
+        return batch
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, dp_metadata: DPMetadata) -> torch.Tensor:

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moed.server.messages import AddRequest, SamplingParams, TokenLogprobs
+from moed.server.messages import AddRequest, RoutedExperts, SamplingParams, TokenLogprobs
 
 
 class Status(Enum):
@@ -41,6 +41,8 @@ class Request:
     """Tokens whose K and V are in the cache."""
     num_counted_prompt_tokens: int = 0
     """Prompt tokens that the rank's counter has seen."""
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
+    """Not sent yet."""
     block_ids: "array[int]" = field(default_factory=lambda: array("q"))
 
     @classmethod

@@ -368,7 +368,9 @@ def _output(
         error=error,
         logprobs=None if logprobs is None else [logprobs],
         prompt_logprobs=None if error is not None else request.prompt_logprobs,
+        routed_experts=request.routed_experts,
     )
+    request.routed_experts = []
     request.num_sent_tokens += len(new_tokens)
     request.prompt_logprobs = None
     return output

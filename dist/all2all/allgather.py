@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from moed.config.capabilities import BackendCapabilities
 from moed.config.engine_config import FusedMoEConfig
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import Dispatched
 from moed.dist.all2all.rows import RowLayout, sum_parts
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups, collective_errors
-from moed.dist.placement import ExpertPlacement, local_slots
+from moed.dist.placement import local_slots
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch
 
 from moed.config.capabilities import BackendCapabilities
 from moed.config.engine_config import FusedMoEConfig
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import Dispatched
 from moed.dist.all2all.deepep import deep_ep_errors, destroy, library_of
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement
 
 MIN_NUMBER_BYTES = 2
 """The buffers are sized for numbers of 16 bits at least, whatever travels."""

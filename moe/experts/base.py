@@ -41,10 +41,8 @@ class ExpertWeights:
 class Experts(Protocol):
     """Computes the local experts of dispatched rows."""
 
-    @property
-    def num_rows(self) -> int:
-        """(row, expert) pairs computed since the start. On a GPU it waits for the device."""
-        ...
+    rows_per_slot: torch.Tensor
+    """[e] int64, on the device: (row, expert) pairs computed since the start, padding excluded."""
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """The shape and dtype of `dispatched.hidden`. Standard format: for each row the sum over

@@ -20,7 +20,7 @@ class TorchBatchedExperts:
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up = [Linear(weight, None) for weight in weights.gate_up.values.unbind()]
         self._down = [Linear(weight, None) for weight in weights.down.values.unbind()]
-        self.num_rows = 0
+        self.rows_per_slot = torch.zeros(len(self._down), dtype=torch.int64)
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """[e, C, D]; see `Experts`."""
@@ -31,7 +31,7 @@ class TorchBatchedExperts:
         assert max(counts, default=0) <= hidden.shape[1]
         used = [expert for expert, count in enumerate(counts) if count]
         sizes = [counts[expert] for expert in used]
-        self.num_rows += sum(sizes)
+        self.rows_per_slot += num_rows
         output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         if used:
             self._compute(hidden, output, used, sizes)

@@ -18,12 +18,9 @@ class TorchGroupedExperts:
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up = weights.gate_up.values.transpose(1, 2)
         self._down = weights.down.values.transpose(1, 2)
-        self._num_pairs = torch.zeros((), dtype=torch.int64, device=weights.device)
-
-    @property
-    def num_rows(self) -> int:
-        """Waits for the device."""
-        return int(self._num_pairs)
+        self.rows_per_slot = torch.zeros(
+            self._down.shape[0], dtype=torch.int64, device=weights.device
+        )
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """[r, D]; see `Experts`."""
@@ -37,7 +34,7 @@ class TorchGroupedExperts:
         keys, pairs = torch.where(flat < 0, num_experts, flat).sort(stable=True)
         experts = torch.arange(num_experts, device=ids.device)
         ends = torch.searchsorted(keys, experts, right=True, out_int32=True)
-        self._num_pairs += ends[-1]
+        self.rows_per_slot += ends.diff(prepend=ends.new_zeros(1))
         rows = torch.div(pairs, ids.shape[1], rounding_mode="floor")
         active = silu_and_multiply(F.grouped_mm(hidden[rows], self._gate_up, offs=ends))
         results = F.grouped_mm(active, self._down, offs=ends)

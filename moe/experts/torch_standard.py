@@ -22,7 +22,7 @@ class TorchExperts:
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up = [Linear(weight, None) for weight in weights.gate_up.values.unbind()]
         self._down = [Linear(weight, None) for weight in weights.down.values.unbind()]
-        self.num_rows = 0
+        self.rows_per_slot = torch.zeros(len(self._down), dtype=torch.int64)
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """[r, D]: for each row the sum over its choices that live here."""
@@ -31,12 +31,13 @@ class TorchExperts:
         assert ids is not None and weights is not None
         flat = ids.flatten()
         # Choices of other ranks, id -1, sort first.
-        counts = torch.bincount(flat + 1, minlength=len(self._down) + 1).tolist()
+        found = torch.bincount(flat + 1, minlength=len(self._down) + 1)
+        self.rows_per_slot += found[1:]
+        counts = found.tolist()
         pairs = torch.argsort(flat, stable=True)[counts[0] :]
         # Float32, since a row sums up to K contributions.
         output = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         if pairs.shape[0]:
-            self.num_rows += pairs.shape[0]
             rows = torch.div(pairs, ids.shape[1], rounding_mode="floor")
             results = self._compute(hidden[rows], counts[1:]).float()
             if apply_weights:

@@ -20,19 +20,15 @@ class TritonBatchedExperts:
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up, self._down = weights.gate_up, weights.down
-        self._num_rows = torch.zeros((), dtype=torch.int64, device=weights.device)
-
-    @property
-    def num_rows(self) -> int:
-        """Waits for the device."""
-        return int(self._num_rows)
+        num_slots = weights.down.values.shape[0]
+        self.rows_per_slot = torch.zeros(num_slots, dtype=torch.int64, device=weights.device)
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """[e, C, D]; see `Experts`."""
         assert not apply_weights, "the backend's combine applies the router weights"
         hidden, num_rows = dispatched.hidden, dispatched.num_rows_per_expert
         assert num_rows is not None
-        self._num_rows += num_rows.sum()
+        self.rows_per_slot += num_rows
         num_experts, capacity, _ = hidden.shape
         size = self._down.values.shape[2]
         # The counts are unknown here; most experts see a small part of the capacity.

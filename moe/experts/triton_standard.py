@@ -21,12 +21,8 @@ class TritonExperts:
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up, self._down = weights.gate_up, weights.down
-        self._num_pairs = torch.zeros((), dtype=torch.int64, device=weights.device)
-
-    @property
-    def num_rows(self) -> int:
-        """Waits for the device."""
-        return int(self._num_pairs)
+        num_slots = weights.down.values.shape[0]
+        self.rows_per_slot = torch.zeros(num_slots, dtype=torch.int64, device=weights.device)
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """[r, D]; see `Experts`."""
@@ -39,7 +35,7 @@ class TritonExperts:
         tiling = tiling_for(-(-ids.numel() // num_experts))
         alignment = align(ids, num_experts, tiling.block_rows)
         num_pairs = alignment.starts[-1:]
-        self._num_pairs += num_pairs[0]
+        self.rows_per_slot += alignment.starts.diff()
         rows = self._inputs(hidden, torch.full_like(num_pairs, hidden.shape[0]))
         active = grouped.gate_up(rows, self._gate_up, alignment, top_k, tiling, hidden.dtype)
         places = self._inputs(active, num_pairs)

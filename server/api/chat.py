@@ -131,6 +131,7 @@ def whole_chat(generation: Generation) -> Response:
                 finish_reason=output.finish_reason,
                 stop_reason=choice.text.stop_reason,
                 token_ids=_token_ids(generation, tokens),
+                routed_experts=generation.routed_experts(index),
             )
         )
     answer = generation.answer(
@@ -188,6 +189,7 @@ async def stream_chat(generation: Generation) -> AsyncGenerator[bytes, None]:
                         finish_reason=output.finish_reason,
                         stop_reason=text.stop_reason,
                         token_ids=_token_ids(generation, tokens),
+                        routed_experts=generation.routed_experts(index),
                     )
                 )
             waiting[index] = tokens

@@ -157,6 +157,7 @@ def whole_completion(generation: Generation) -> Response:
                 stop_reason=choice.text.stop_reason,
                 token_ids=[t.token_id for t in tokens] if body.return_token_ids else UNSET,
                 prompt_token_ids=choice.prompt.token_ids if body.return_token_ids else UNSET,
+                routed_experts=generation.routed_experts(index),
             )
         )
     warnings = generation.ignored.warnings or UNSET
@@ -224,6 +225,7 @@ def _chunks(
                 stop_reason=choice.text.stop_reason,
                 token_ids=[t.token_id for t in tokens] if body.return_token_ids else UNSET,
                 prompt_token_ids=prompt_ids,
+                routed_experts=generation.routed_experts(index),
             )
         )
     return chunks

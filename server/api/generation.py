@@ -22,8 +22,11 @@ from moed.server.api.state import AppState
 from moed.server.api.suggestions import did_you_mean
 from moed.server.engine_client import ChoiceSpec
 from moed.server.messages import TokenLogprobs
+from moed.server.routed_experts import RoutedRecord
 from moed.server.stop_strings import StopStrings
 
+# Of one choice's routed experts.
+MAX_ROUTED_BYTES = 64 * 2**20
 RANK_HEADER = "x-data-parallel-rank"
 
 
@@ -72,6 +75,7 @@ class ChoiceResult:
 
     prompt: PromptTokens
     text: ChoiceText
+    routed: RoutedRecord
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     pieces: list[Piece] = field(default_factory=list)
@@ -112,6 +116,8 @@ class Generation:
         self.created = int(time.time())
         if body.request_id is not None:
             request.scope[SCOPE_KEY] = body.request_id
+        if body.return_routed_experts:
+            check_routed_size(state, prompts, sampling)
         specs = [
             ChoiceSpec(prompt.token_ids, sampling.params(len(prompt.token_ids), choice))
             for prompt in prompts
@@ -129,6 +135,7 @@ class Generation:
                     include_stop=bool(body.include_stop_str_in_output),
                     text_offset=len(prompt.echo_text),
                 ),
+                RoutedRecord(state.config.model.top_k),
             )
             for prompt in prompts
             for _ in range(self.num_per_prompt)
@@ -149,6 +156,8 @@ class Generation:
                     continue  # on its way when a stop string ended the choice
                 if output.prompt_logprobs is not None:
                     choice.prompt_logprobs = output.prompt_logprobs
+                for part in output.routed_experts:
+                    choice.routed.add(part)
                 choice.num_cached_tokens = max(choice.num_cached_tokens, output.num_cached_tokens)
                 piece = choice.text.feed(output)
                 if choice.text.finish_reason is not None:
@@ -188,6 +197,14 @@ class Generation:
             **more,
         )
 
+    def routed_experts(self, index: int) -> Any:
+        """Of all tokens of choice `index` but the last, which has never been an input."""
+        if not self.body.return_routed_experts:
+            return UNSET
+        choice = self.choices[index]
+        num_tokens = len(choice.prompt.token_ids) + choice.text.num_tokens - 1
+        return choice.routed.encoded(num_tokens)
+
     @property
     def wants_usage(self) -> bool:
         options = self.body.stream_options
@@ -197,6 +214,22 @@ class Generation:
     def chunk_usage(self) -> Any:
         """What every chunk but the last says of usage: null where a last one will come."""
         return None if self.wants_usage else UNSET
+
+
+def check_routed_size(state: AppState, prompts: Sequence[PromptTokens], sampling: Sampling) -> None:
+    """Raises `InvalidRequest` where a choice's routed experts could be very large."""
+    model = state.config.model
+    for prompt in prompts:
+        num_tokens = len(prompt.token_ids)
+        num_tokens += sampling.params(num_tokens, 0).max_tokens
+        num_bytes = 2 * num_tokens * model.num_layers * model.top_k
+        if num_bytes > MAX_ROUTED_BYTES:
+            raise InvalidRequest(
+                f"return_routed_experts: up to {num_tokens} tokens in {model.num_layers} layers "
+                f"with top-{model.top_k} take {num_bytes} bytes, and at most {MAX_ROUTED_BYTES} "
+                "are returned; lower max_tokens, or shorten the prompt",
+                param="return_routed_experts",
+            )
 
 
 async def encode_all(state: AppState, texts: Sequence[str], add_special: bool) -> list[list[int]]:

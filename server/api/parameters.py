@@ -216,6 +216,7 @@ def make_sampling(
         "logit_bias": _logit_bias(body.logit_bias or {}, vocab_size),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
+        "return_routed_experts": bool(body.return_routed_experts),
         "stop_token_ids": sorted(own_stops | model_stops),
     }
     return Sampling(

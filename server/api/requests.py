@@ -166,6 +166,7 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None

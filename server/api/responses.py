@@ -31,6 +31,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -63,6 +64,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct):
@@ -94,6 +96,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class Answer(msgspec.Struct, kw_only=True):

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from moed.config.engine_config import FusedMoEConfig
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import All2AllBackend, Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement, SlotMap
+from moed.dist.placement import SlotMap
 from moed.dist.registry import capabilities, create_backend
 from tests.dist.counting import COLLECTIVES, counted_collectives
 from tests.server.engine.configs import engine_config

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from moed.config.errors import PeerLost
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist import groups as groups_module
 from moed.dist.agreement import Agreement, RankState, gather_ints
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups, collective_errors, init_groups
 from moed.dist.launch import LaunchEnvironment
-from moed.dist.placement import ExpertPlacement
 from moed.dist.registry import create_backend
 from tests.server.engine.configs import engine_config
 from tests.worker_pool import WorkerPool, WorkersFailed

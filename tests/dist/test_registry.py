@@ -9,8 +9,8 @@ import torch
 
 from moed.config.capabilities import ActivationFormat
 from moed.config.errors import ConfigError
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement
 from moed.dist.registry import capabilities, create_backend
 from tests.server.engine.configs import engine_config
 from tests.worker_pool import WorkerPool

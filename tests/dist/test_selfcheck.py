@@ -9,10 +9,10 @@ import torch
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import MoedError
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import All2AllBackend, Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement
 from moed.dist.registry import capabilities, create_backend
 from moed.dist.selfcheck import check_backend, spread_ids
 from tests.server.engine.configs import engine_config

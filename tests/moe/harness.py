@@ -17,7 +17,6 @@ from moed.config.engine_config import (
 from moed.config.model import load_model_config
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
-from moed.dist.placement import place_experts
 from moed.dist.registry import capabilities, create_backend
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache, local_kv_heads
@@ -107,7 +106,7 @@ def one_rank(rank: int = 0, world_size: int = 1) -> Groups:
 
 def load(config: EngineConfig, groups: Groups) -> Decoder:
     """The decoder of this rank."""
-    placement = place_experts(config)
+    placement = config.placement()
     backend = create_backend(
         config.parallel.backend.name,
         groups,
@@ -116,7 +115,7 @@ def load(config: EngineConfig, groups: Groups) -> Decoder:
         getattr(torch, config.model.dtype),
         torch.device("cpu"),
     )
-    return load_model(config, groups, backend, placement, lambda _: None)
+    return load_model(config, groups, backend, lambda _: None)
 
 
 class Stepper:
@@ -142,7 +141,7 @@ class Stepper:
 
     @property
     def num_moe_rows(self) -> int:
-        return self._decoder.num_moe_rows
+        return int(self._decoder.moe_rows.sum())
 
     def step(
         self, pieces: Mapping[str, Sequence[int]], sizes: Sequence[int] | None = None

@@ -91,7 +91,7 @@ def test_rows_of_other_ranks_give_zero() -> None:
     output = experts(rows_of([[-1, -1], [0, -1]], 2), True)
     assert torch.equal(output[0], torch.zeros(HIDDEN))
     assert output[1].abs().sum() > 0
-    assert experts.num_rows == 1
+    assert int(experts.rows_per_slot.sum()) == 1
 
 
 @pytest.mark.parametrize(("num_experts", "ids"), [(4, []), (0, []), (0, [[-1, -1], [-1, -1]])])
@@ -99,7 +99,7 @@ def test_no_rows_and_no_experts(num_experts: int, ids: list[list[int]]) -> None:
     experts = TorchExperts(weights_of(num_experts, torch.float32))
     output = experts(rows_of(ids, 2), True)
     assert torch.equal(output, torch.zeros(len(ids), HIDDEN))
-    assert experts.num_rows == 0
+    assert int(experts.rows_per_slot.sum()) == 0
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,9 @@ def test_empty_experts_cost_nothing(
     assert len(rows) == num_products
     num_pairs = sum(expert >= 0 for choices in ids for expert in choices)
     assert sum(rows) == 2 * num_pairs
-    assert experts.num_rows == num_pairs
+    assert experts.rows_per_slot.tolist() == [
+        sum(choices.count(expert) for choices in ids) for expert in range(8)
+    ]
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

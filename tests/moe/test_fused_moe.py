@@ -9,9 +9,10 @@ import torch
 
 from moed.config.engine_config import FusedMoEConfig
 from moed.config.errors import TokenBudgetExceeded
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import Dispatched
 from moed.dist.dp_metadata import DPMetadata
-from moed.dist.placement import ExpertPlacement, SlotMap
+from moed.dist.placement import SlotMap
 from moed.dist.registry import capabilities
 from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.experts import ExpertWeights, TorchExperts, reference_experts

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from moed.config.engine_config import FusedMoEConfig
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement, SlotMap
+from moed.dist.placement import SlotMap
 from moed.dist.registry import capabilities, create_backend
 from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.experts import ExpertWeights, make_experts

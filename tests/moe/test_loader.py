@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moed.config.errors import ModelError
-from moed.dist.placement import ExpertPlacement
+from moed.config.expert_placement import ExpertPlacement
 from moed.moe import loader
 from tests.moe.checkpoints import make_checkpoint, make_model, prompt, true_logits
 from tests.moe.harness import Stepper, engine_config, load, one_rank

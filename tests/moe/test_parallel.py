@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moed.config.engine_config import EngineConfig
+from moed.config.expert_placement import ExpertPlacement
 from moed.dist.groups import Groups
-from moed.dist.placement import ExpertPlacement
 from moed.dist.registry import capabilities
 from tests.moe.checkpoints import make_checkpoint, prompt, true_logits
 from tests.moe.harness import Stepper, engine_config, load, one_rank

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moed.config.errors import ModelError
+from moed.config.expert_placement import ExpertPlacement
 from moed.config.quantization import quantization_of
 from moed.dist.all2all.base import Dispatched
-from moed.dist.placement import ExpertPlacement
 from moed.moe.block_scaled import SCALE_BLOCK, BlockScaled
 from moed.moe.experts import ExpertWeights, TorchExperts
 from moed.moe.loader import Checkpoint
@@ -252,8 +252,8 @@ class DequantizedLate:
         )
 
     @property
-    def num_rows(self) -> int:
-        return self._experts.num_rows
+    def rows_per_slot(self) -> torch.Tensor:
+        return self._experts.rows_per_slot
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         return self._experts(dispatched, apply_weights)

@@ -14,7 +14,6 @@ from moed.dist.all2all import deepep
 from moed.dist.deep_ep.loading import DeepEP, Unavailable
 from moed.dist.deep_ep.rules import ContractViolation, Mode
 from moed.dist.groups import Groups
-from moed.dist.placement import place_experts
 from moed.dist.registry import capabilities, create_backend
 from moed.dist.selfcheck import check_backend
 from tests.moe.harness import one_rank
@@ -37,7 +36,7 @@ def config_of(name: str, num_ranks: int) -> EngineConfig:
 def check_strictly(groups: Groups, name: str) -> int:
     """Several layers' worth of checks on one buffer; returns the capacity."""
     config, placement = config_of(name, groups.world_size), None
-    placement = place_experts(config)
+    placement = config.placement()
     with mock.patch.object(deepep, "CPU_MODE", Mode.STRICT):
         backend = create_backend(name, groups, placement, config.fused_moe, torch.bfloat16, CPU)
     for _ in range(3):

@@ -97,7 +97,9 @@ def test_standard_equals_the_reference(
         on_cpu(dispatched), weights.gate_up.values.cpu(), weights.down.values.cpu(), apply_weights
     )
     torch.testing.assert_close(found.cpu().float(), expected, rtol=tolerance, atol=tolerance)
-    assert experts.num_rows == sum(expert >= 0 for choices in ids for expert in choices)
+    assert experts.rows_per_slot.tolist() == [
+        sum(choices.count(expert) for choices in ids) for expert in range(3)
+    ]
 
 
 @pytest.mark.parametrize("implementation", [TritonExperts, TorchGroupedExperts])
@@ -111,7 +113,7 @@ def test_no_rows_and_no_experts(
     experts = implementation(weights_of(num_experts, torch.float32, device))
     dispatched = standard(ids, torch.float32, device)
     assert torch.equal(experts(dispatched, True).cpu(), torch.zeros(len(ids), HIDDEN))
-    assert experts.num_rows == 0
+    assert int(experts.rows_per_slot.sum()) == 0
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
@@ -133,7 +135,7 @@ def test_batched_equals_the_reference(
             rtol=tolerance,
             atol=tolerance,
         )
-    assert experts.num_rows == sum(counts)
+    assert experts.rows_per_slot.tolist() == counts
 
 
 def test_batched_leaves_other_rows_alone(

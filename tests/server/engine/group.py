@@ -16,6 +16,7 @@ from moed.dist.launch import LaunchEnvironment
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
+    ExpertLoad,
     FromEngine,
     RankFailure,
     RankReady,
@@ -42,6 +43,7 @@ class RankGroup:
         self.num_ranks = config.parallel.data_parallel_size
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.stats: dict[int, RankStats] = {}
+        self.expert_loads: dict[int, ExpertLoad] = {}
         self.ready: dict[int, RankReady] = {}
         self.processes: list[SpawnProcess] = []
         self._failures: list[Connection] = []
@@ -157,6 +159,8 @@ class RankGroup:
             message = _decoder.decode(self._socket.recv_multipart()[1])
             if isinstance(message, RankReady):
                 self.ready[message.rank] = message
+            elif isinstance(message, ExpertLoad):
+                self.expert_loads[message.rank] = message
             elif isinstance(message, StepOutputs):
                 self.stats[message.rank] = message.stats
                 for output in message.outputs:

@@ -13,6 +13,7 @@ from moed.config.engine_config import SchedulerConfig
 from moed.dist.agreement import Agreed, StepRecord, decide
 from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import EngineLoop
+from moed.server.expert_reports import ExpertReports
 from moed.server.faults import Faults
 from moed.server.grammar_masks import GrammarMasks, TokenMasks
 from moed.server.messages import (
@@ -94,18 +95,29 @@ class TableAgreement:
         return Agreed(decision, None, records)  # type: ignore[arg-type]
 
 
+class CountedModel:
+    moe_layers = (0,)
+    moe_rows = torch.tensor([[3, 0]])
+
+
+class StepBatch:
+    """What the fake runner computes with: the schedule itself."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.num_tokens, self.routed_experts = schedule, schedule.num_tokens, None
+
+
 class FakeRunner:
     """Logits whose maximum is the token that the prefix demands."""
-
-    num_moe_rows = 0
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def batch(self, schedule: Schedule) -> Schedule:
-        return schedule
+    def batch(self, schedule: Schedule) -> StepBatch:
+        return StepBatch(schedule)
 
-    def run(self, schedule: Schedule, dp_metadata: object) -> torch.Tensor:
+    def run(self, batch: StepBatch, dp_metadata: object) -> torch.Tensor:
+        schedule = batch.schedule
         self.steps.append(schedule.num_tokens)
         rows = []
         for scheduled in schedule.requests:
@@ -145,6 +157,7 @@ class Rank:
             channel=self.channel,
             faults=Faults(faults, rank),
             grammars=GrammarMasks(engine_config().model, num_threads=1),
+            expert_reports=ExpertReports(rank, CountedModel(), self.channel.send),
             first_step_id=1,
         )
 
@@ -330,10 +343,10 @@ def test_masks_are_worked_out_while_the_model_computes() -> None:
     was_done = []
 
     class PatientRunner(FakeRunner):
-        def run(self, schedule: Schedule, dp_metadata: object) -> torch.Tensor:
+        def run(self, batch: StepBatch, dp_metadata: object) -> torch.Tensor:
             if masks.pending is not None:
                 was_done.append(bool(wait([masks.pending], PATIENCE_S).done))
-            return super().run(schedule, dp_metadata)
+            return super().run(batch, dp_metadata)
 
     rank.loop._runner = PatientRunner()  # type: ignore[assignment]
     rank.loop.run()

@@ -8,6 +8,7 @@ from moed.server.channel import EngineChannel
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
+    ExpertLoad,
     RankProgress,
     RankReady,
     RankStats,
@@ -51,6 +52,8 @@ class FakeEngine:
         self.script: Script = repeat_prompt
         self.step_s = 0.0
         self.is_paused = False
+        self.expert_rows = [10, 1, 0, 0]
+        """By slot, of the only MoE layer."""
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
         self.wake_numbers: list[int] = []
@@ -135,6 +138,7 @@ class FakeEngine:
             outputs += [self._advance(request_id) for request_id in list(self._running)]
         if outputs:
             self._num_steps += 1
+            channel.send(ExpertLoad(self.rank, [0], [self.expert_rows]))
             channel.send(StepOutputs(self.rank, outputs, self._stats()))
             time.sleep(self.step_s)
         elif self._running:
@@ -185,7 +189,6 @@ class FakeEngine:
             num_generation_tokens=self._num_generation_tokens,
             num_preemptions=0,
             max_step_tokens=7,
-            num_moe_rows=11,
             num_finished=0,
             num_aborted=len(self.aborted),
         )

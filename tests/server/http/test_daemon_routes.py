@@ -88,7 +88,7 @@ def samples(served: Served) -> dict[tuple[str, str, str], float]:
             labels = sample.labels
             assert labels["model_name"] == "tiny"
             extra = labels.get("finished_reason") or labels.get("le") or labels.get("phase", "")
-            found[sample.name, labels["engine"], extra] = sample.value
+            found[sample.name, labels.get("engine", ""), extra] = sample.value
     return found
 
 

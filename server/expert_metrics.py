@@ -1,0 +1,57 @@
+"""The series of /metrics about experts. Per expert there is one only below a cap; the whole table
+is at `/v1/moe/experts` whatever its size.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from moed.server.expert_loads import ExpertLoads
+
+# Layers x experts; above, a scrape would cost more than it tells.
+MAX_EXPERT_SERIES = 2048
+HOT_COUNTS = (1, 4)
+
+
+def expert_families(loads: ExpertLoads, model_name: str) -> Iterator[Metric]:
+    """Gauges are of the last minute. By layer, since means over layers hide the busy one."""
+    rows = CounterMetricFamily(
+        "moed:moe_rows",
+        "(token, choice) pairs that the process's experts computed, all layers together.",
+        labels=("model_name", "engine"),
+    )
+    for rank, num_rows in enumerate(loads.rank_rows()):
+        rows.add_metric((model_name, str(rank)), num_rows)
+    yield rows
+    layers = loads.layers()
+    by_layer = ("model_name", "layer")
+    imbalance = GaugeMetricFamily(
+        "moed:expert_load_imbalance",
+        "Rows of the busiest rank over the mean of all, at least 1, over the last minute.",
+        labels=by_layer,
+    )
+    dead = GaugeMetricFamily(
+        "moed:dead_experts", "Experts without a row in the last minute.", labels=by_layer
+    )
+    hot = GaugeMetricFamily(
+        "moed:hot_expert_share",
+        "Part of the last minute's rows that the busiest experts have.",
+        labels=(*by_layer, "topn"),
+    )
+    for load in layers:
+        own = (model_name, str(load.layer))
+        imbalance.add_metric(own, load.imbalance)
+        dead.add_metric(own, load.num_dead)
+        for top in HOT_COUNTS:
+            hot.add_metric((*own, str(top)), load.hot_share(top))
+    yield from (imbalance, dead, hot)
+    if sum(len(load.rows) for load in layers) <= MAX_EXPERT_SERIES:
+        tokens = CounterMetricFamily(
+            "moed:expert_tokens",
+            "(token, choice) pairs that the expert computed.",
+            labels=(*by_layer, "expert"),
+        )
+        for load in layers:
+            for expert, num_rows in enumerate(load.rows):
+                tokens.add_metric((model_name, str(load.layer), str(expert)), num_rows)
+        yield tokens
