@@ -1,4 +1,4 @@
-"""The command line: `moed serve`, `moed plan`, `moed config show`, `moed version`, and help.
+"""The command line: `moed serve`, `plan`, `place`, `config show`, `version`, and help.
 
 Written out rather than left to a library: it starts in a few milliseconds, takes flags as vLLM
 users type them, and can say exactly what is wrong.
@@ -16,7 +16,7 @@ from moed.config.names import did_you_mean, setting_of_flag
 from moed.config.plan_settings import PlanSettings, plan_flags, take_plan_settings
 from moed.config.settings import ServeSettings
 
-COMMANDS = ("serve", "plan", "config show", "version")
+COMMANDS = ("serve", "plan", "place", "config show", "version")
 
 _NUMBER = re.compile(r"-\d")
 
@@ -26,7 +26,7 @@ class Command:
     """What the user asked for."""
 
     name: str
-    """"serve", "plan", "config show", "version" or "help"."""
+    """One of `COMMANDS`, or "help"."""
     settings: ServeSettings | None = None
     """For `serve`, `plan` and `config show`."""
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -35,6 +35,8 @@ class Command:
     """For "help": what to print."""
     plan: PlanSettings | None = None
     """For `plan`: the settings that it alone has."""
+    words: Sequence[str] = ()
+    """For `place`: what follows, which it reads itself."""
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -45,6 +47,8 @@ def parse(argv: Sequence[str]) -> Command:
     words = list(argv)
     if not words or words[0] == "help":
         return Command("help", text=help_text(everything=False))
+    if words[0] == "place":
+        return Command("place", words=words[1:])
     for word in words:
         if word in ("-h", "--help", "--help=all"):
             return Command("help", text=help_text(everything=word == "--help=all"))

@@ -24,6 +24,11 @@ def hub_token() -> str | None:
     return os.environ.get("HF_TOKEN") or None
 
 
+def client_api_key() -> str | None:
+    """`MOED_API_KEY`, for commands that ask a running daemon."""
+    return os.environ.get("MOED_API_KEY") or None
+
+
 @dataclass(frozen=True)
 class TorchrunVariables:
     """What torchrun tells each of its workers."""

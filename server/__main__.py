@@ -51,6 +51,10 @@ def run(command: Command) -> int:
             _show(command)
         case "plan":
             return _plan(command)
+        case "place":
+            from moed.server.place import place
+
+            place(command.words)
         case "serve":
             return _serve(command)
     return 0
