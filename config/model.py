@@ -11,7 +11,12 @@ from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
 from moed.config.quantization import quantization_of
 
-SERVED_MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
+SERVED_MODEL_TYPES = (
+    *("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
+    *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+)
+# Of each expert, where config.json has other fields for it too.
+EXPERT_SIZE_FIELDS = {"hunyuan_v1_moe": ("intermediate_size",)}
 DTYPES = ("float32", "bfloat16", "float16")
 
 BUNDLED_NAME = "moed-demo"
@@ -76,8 +81,10 @@ def load_model_config(
     hidden_size = fields.count("hidden_size")
     num_attention_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", otherwise=num_attention_heads)
-    num_experts = fields.count("num_experts", "num_local_experts", "n_routed_experts")
-    top_k = fields.count("num_experts_per_tok")
+    num_experts = fields.count(
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+    )
+    top_k = fields.count("num_experts_per_tok", "moe_k", "moe_topk")
     _check(
         num_attention_heads % num_kv_heads == 0,
         f"{source}: num_attention_heads {num_attention_heads} is not a multiple of "
@@ -107,7 +114,11 @@ def load_model_config(
         vocab_size=vocab_size,
         num_experts=num_experts,
         top_k=top_k,
-        moe_intermediate_size=fields.count("moe_intermediate_size", "intermediate_size"),
+        moe_intermediate_size=fields.count(
+            *EXPERT_SIZE_FIELDS.get(
+                str(raw.get("model_type")), ("moe_intermediate_size", "intermediate_size")
+            )
+        ),
         max_position_embeddings=fields.count("max_position_embeddings"),
         hf_config=raw,
         generation_config=generation,

@@ -17,6 +17,10 @@ from moed.config.quantization import FP8_BLOCK_SIZE, StoredFormat
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 PARTS = ("embedding", "attention", "router", "experts", "shared experts", "dense MLP", "head")
 
+# Model types with a norm of queries and keys, and with a correction of the router's choice.
+NORMED = frozenset({"dots1", "hunyuan_v1_moe", "minimax_m2", "olmoe", "qwen3_moe"})
+CORRECTED = frozenset({"dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2"})
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -96,8 +100,17 @@ def moe_layers(model: ModelConfig) -> list[bool]:
     step = _count(config, "decoder_sparse_step") or 1
     frequency = _count(config, "moe_layer_freq") or 1
     dense = set(config.get("mlp_only_layers") or ())
+    last = model.num_layers - 1
+    if model.model_type == "ernie4_5_moe":
+        first = config.get("moe_layer_start_index", 1)
+        step = _count(config, "moe_layer_interval") or 1
+        end = config.get("moe_layer_end_index", -1)
+        last = last if end == -1 else end
     return [
-        layer >= first and layer not in dense and (layer + 1) % step == 0 and layer % frequency == 0
+        first <= layer <= last
+        and layer not in dense
+        and (layer + 1) % step == 0
+        and layer % frequency == 0
         for layer in range(model.num_layers)
     ]
 
@@ -105,14 +118,19 @@ def moe_layers(model: ModelConfig) -> list[bool]:
 def shared_intermediate_size(model: ModelConfig) -> int:
     """I of the experts that every token passes, together; 0 where there are none."""
     config = model.hf_config
+    if model.model_type == "hunyuan_v1_moe":
+        return model.moe_intermediate_size
     size = _count(config, "shared_expert_intermediate_size")
-    return size or _count(config, "n_shared_experts") * model.moe_intermediate_size
+    size = size or _count(config, "shared_intermediate_size")
+    number = _count(config, "n_shared_experts") or _count(config, "moe_num_shared_experts")
+    return size or number * model.moe_intermediate_size
 
 
 def _router_extras(model: ModelConfig) -> int:
     """A bias for each expert, where its choice is corrected; a gate of the shared expert."""
     config = model.hf_config
-    bias = model.num_experts if config.get("topk_method") == "noaux_tc" else 0
+    has_bias = config.get("topk_method") == "noaux_tc" or model.model_type in CORRECTED
+    bias = model.num_experts if has_bias else 0
     gate = model.hidden_size if _count(config, "shared_expert_intermediate_size") else 0
     return bias + gate
 
@@ -129,8 +147,8 @@ def _attention(config: EngineConfig) -> int:
     rows = (heads + 2 * kv_heads) * dim
     count = rows * hidden + hidden * heads * dim
     if model.hf_config.get("attention_bias", False):
-        count += rows + hidden
-    if model.model_type.startswith("qwen3"):
+        count += rows + (0 if model.model_type == "glm4_moe" else hidden)
+    if model.model_type in NORMED or model.hf_config.get("use_qk_norm"):
         # The norm of queries and keys is held once for each head.
         count += (heads + kv_heads) * dim
     return count

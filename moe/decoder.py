@@ -16,10 +16,11 @@ from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.attention import AttentionPlan, paged_attention, plan_attention
 from moed.moe.batch import ForwardBatch
 from moed.moe.experts import Experts, swiglu
-from moed.moe.families import DecoderFeatures
+from moed.moe.families import DecoderFeatures, QueryKeyNorm
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.kv_cache import KVCache, local_kv_heads
 from moed.moe.linear import Linear
+from moed.moe.rotary import Tables
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -28,26 +29,8 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return F.rms_norm(hidden, hidden.shape[-1:], None, eps) * weight
 
 
-def rotary_tables(
-    positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine, each [T, 1, d], for the half-split layout of Hugging Face
-    checkpoints.
-    """
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    frequencies = 1.0 / theta ** (steps / head_dim)
-    angles = positions.float()[:, None, None] * frequencies
-    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
-    return torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)
-
-
-def rotate(states: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Apply rotary position embedding to [T, heads, d]: with the halves (a, b) of a head,
-    (a cos - b sin, b cos + a sin).
-    """
-    cosine, signed_sine = tables
-    swapped = states.roll(states.shape[-1] // 2, dims=-1)
-    return torch.addcmul(states * cosine, swapped, signed_sine)
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1.0 else tensor * factor
 
 
 @dataclass
@@ -84,7 +67,7 @@ class Layer:
 class _Step:
     """What attention of all layers shares in one step, made once."""
 
-    rotary_tables: tuple[torch.Tensor, torch.Tensor]
+    rotary_tables: Tables
     plan: AttentionPlan
     slots: torch.Tensor
     kv_cache: KVCache
@@ -114,6 +97,8 @@ class Decoder:
         self._head = head
         self._tensor_parallel = tensor_parallel
         self._num_heads = model.num_attention_heads // tensor_parallel.size
+        scale = features.attention_scale
+        self._attention_scale = model.head_dim**-0.5 if scale is None else scale
         self._num_kv_heads = local_kv_heads(model, tensor_parallel.size)
 
     @property
@@ -153,11 +138,12 @@ class Decoder:
     def _forward(
         self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:
-        hidden = F.embedding(batch.token_ids, self._embedding)
-        eps = self._features.rms_norm_eps
         features, block_size = self._features, kv_cache.block_size
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        hidden = _scaled(hidden, features.embedding_scale)
+        eps, scale = features.rms_norm_eps, features.residual_scale
         step = _Step(
-            rotary_tables(batch.positions, self._model.head_dim, features.rope_theta, hidden.dtype),
+            features.rotary.tables(batch.positions, hidden.dtype),
             plan_attention(batch, block_size, features.sliding_window, hidden.dtype),
             batch.slot_mapping,
             kv_cache,
@@ -165,15 +151,16 @@ class Decoder:
         routed = iter(() if batch.routed_experts is None else batch.routed_experts.unbind(1))
         for index, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.input_norm, eps)
-            hidden = hidden + self._attend(index, layer.attention, normed, step)
+            hidden = hidden + _scaled(self._attend(index, layer.attention, normed, step), scale)
             normed = rms_norm(hidden, layer.post_attention_norm, eps)
             if isinstance(layer.mlp, FusedMoE):
-                hidden = hidden + layer.mlp(normed, dp_metadata, next(routed, None))
+                added = layer.mlp(normed, dp_metadata, next(routed, None))
             else:
                 part = swiglu(normed, layer.mlp.gate_up, layer.mlp.down)
-                hidden = hidden + self._tensor_parallel.sum(part)
+                added = self._tensor_parallel.sum(part)
+            hidden = hidden + _scaled(added, scale)
         wanted = rms_norm(hidden[batch.logits_indices], self._final_norm, eps)
-        return self._head(wanted).float()
+        return _scaled(self._head(wanted).float(), 1 / features.logits_divisor)
 
     def _attend(
         self,
@@ -189,11 +176,36 @@ class Decoder:
         states = weights.qkv(hidden)
         states = states.view(-1, heads + 2 * kv_heads, head_dim)
         rotated, value = states[:, : heads + kv_heads], states[:, heads + kv_heads :]
-        if weights.query_key_norm is not None:
-            rotated = rms_norm(rotated, weights.query_key_norm, self._features.rms_norm_eps)
-        rotated = rotate(rotated, step.rotary_tables)
+        rotary, limit = self._features.rotary, self._features.attention_limit
+        if self._features.query_key_norm is not QueryKeyNorm.HEAD_AFTER_ROTARY:
+            rotated = self._query_key_norm(rotated, weights.query_key_norm)
+        if limit is not None:
+            rotated, value = rotated.clamp(-limit, limit), value.clamp(-limit, limit)
+        rotated = rotary.rotate(rotated, step.rotary_tables)
+        if self._features.query_key_norm is QueryKeyNorm.HEAD_AFTER_ROTARY:
+            rotated = self._query_key_norm(rotated, weights.query_key_norm)
         query, key = rotated[:, :heads], rotated[:, heads:]
         step.kv_cache.write(index, key, value, step.slots)
-        attended = paged_attention(query, index, step.kv_cache, step.plan, head_dim**-0.5)
+        attended = paged_attention(query, index, step.kv_cache, step.plan, self._attention_scale)
         rows = attended.reshape(-1, heads * head_dim)
         return self._tensor_parallel.sum(weights.output(rows))
+
+    def _query_key_norm(self, states: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """[T, H + G, d]: queries and keys normed, as the family does it."""
+        eps = self._features.rms_norm_eps
+        if weight is None:
+            return states
+        if self._features.query_key_norm is not QueryKeyNorm.WHOLE:
+            return rms_norm(states, weight, eps)
+        # Over all heads of the model, also those of other members.
+        squares = states.float().square().sum(dim=-1)
+        query, key = squares.split_with_sizes([self._num_heads, self._num_kv_heads], dim=1)
+        sums = torch.stack([query.sum(dim=1), key.sum(dim=1)], dim=1)
+        sums = self._tensor_parallel.sum(sums)
+        query_size = self._model.num_attention_heads * self._model.head_dim
+        key_size = self._num_kv_heads * self._tensor_parallel.size * self._model.head_dim
+        means = sums / torch.tensor([query_size, key_size], device=sums.device)
+        factors = (means + eps).rsqrt().to(states.dtype)
+        sizes = torch.tensor([self._num_heads, self._num_kv_heads], device=sums.device)
+        by_head = factors.repeat_interleave(sizes, dim=1, output_size=states.shape[1])
+        return states * by_head[..., None] * weight

@@ -27,7 +27,7 @@ class FusedMoE:
         shared: SharedExperts | None,
     ) -> None:
         """Raises `ConfigError` when the weights scale the experts' input and a row has several."""
-        if router.weighs_input and config.top_k != 1:
+        if router.spec.weighs_input and config.top_k != 1:
             raise ConfigError(
                 f"the router's weights scale the experts' input, and a token goes to "
                 f"{config.top_k} experts: a row that travels once can be scaled once, so only "
@@ -73,11 +73,11 @@ class FusedMoE:
         weights, ids = self._router.route(own)
         self._drop_fill(ids, num_rows)
         # Exactly one place applies the weights: here, the experts, or the backend's combine.
-        if self._router.weighs_input:
+        if self._router.spec.weighs_input:
             own, weights = own * weights.to(own.dtype), torch.ones_like(weights)
         by_backend = self._backend.capabilities.applies_router_weights
         dispatched = self._backend.dispatch(own, self._slots.to_slots(ids), weights, dp_metadata)
-        output = self._experts(dispatched, not (by_backend or self._router.weighs_input))
+        output = self._experts(dispatched, not (by_backend or self._router.spec.weighs_input))
         return self._backend.combine(output, dispatched)
 
     def _drop_fill(self, ids: torch.Tensor, num_rows: int) -> None:

@@ -38,6 +38,10 @@ class Source(Protocol):
         """The tensor `name` of `shape`, in the model's dtype, on `device`."""
         ...
 
+    def get_float32(self, name: str, size: int) -> torch.Tensor:
+        """The `size` numbers of the tensor `name`, whatever its shape, in float32."""
+        ...
+
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         """Row `row` of the tensor `name` of `shape`, and no other byte of it."""
         ...
@@ -145,6 +149,10 @@ class Checkpoint:
             for part in self._parts(name, shape)
         )
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """As it is stored."""
+        return tuple(self._header(name).get_shape())
+
     def _header(self, name: str) -> Any:
         return self._open[self._file_of[name]].get_slice(name)
 
@@ -155,6 +163,11 @@ class Checkpoint:
             for part in self._parts(name, shape)
         ]
         return self._plain(name, read, shape)
+
+    def get_float32(self, name: str, size: int) -> torch.Tensor:
+        """See `Source.get_float32`."""
+        found: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
+        return found.to(self.device, torch.float32).flatten()
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         """See `Source.get_row`."""
@@ -235,6 +248,9 @@ class Dummy:
         generator = torch.Generator().manual_seed(int.from_bytes(mixed, "big") >> 1)
         random = torch.randn(tuple(shape), generator=generator) / math.sqrt(shape[-1])
         return random.to(self.device, self._dtype)
+
+    def get_float32(self, name: str, size: int) -> torch.Tensor:
+        return self.get(name, (size,)).float()
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         return self.get(f"{name} {row}", shape[1:])

@@ -16,7 +16,7 @@ from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.block_scaled import BlockScaled, WeightFormat
 from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
 from moed.moe.experts import Experts, ExpertWeights, can_compute, make_experts
-from moed.moe.families import DecoderFeatures, FusedNames, Names, family_of
+from moed.moe.families import DecoderFeatures, Family, FusedNames, QueryKeyNorm, family_of
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.linear import Linear
 from moed.moe.loader import Checkpoint, Dummy, Source
@@ -41,10 +41,11 @@ def load_model(
     device = torch.device(groups.device_type)
     dtype = getattr(torch, config.model.dtype)
     family = family_of(config.model)
-    features = family.features(config.model)
+    max_length = config.scheduler.max_model_len or config.model.max_position_embeddings
+    features = family.features(config.model, max_length)
 
     def build(source: Source, on_layer: Callable[[int], None]) -> Decoder:
-        builder = _Builder(config, features, family.names, source, groups, backend)
+        builder = _Builder(config, features, family, source, groups, backend)
         return builder.build(on_layer)
 
     source: Source
@@ -97,7 +98,7 @@ class _Builder:
         self,
         config: EngineConfig,
         features: DecoderFeatures,
-        names: Names,
+        family: Family,
         source: Source,
         groups: Groups,
         backend: All2AllBackend,
@@ -105,7 +106,8 @@ class _Builder:
         self._config = config
         self._model = config.model
         self._features = features
-        self._names = names
+        self._names = family.names
+        self._fused = family.fused
         self._source = source
         self._rank = groups.rank
         self._backend = backend
@@ -145,7 +147,7 @@ class _Builder:
         prefix, hidden = f"model.layers.{index}.", self._model.hidden_size
         return Layer(
             input_norm=self._source.get(f"{prefix}input_layernorm.weight", (hidden,)),
-            attention=self._attention(f"{prefix}self_attn."),
+            attention=self._attention(prefix),
             post_attention_norm=self._source.get(
                 f"{prefix}post_attention_layernorm.weight", (hidden,)
             ),
@@ -156,9 +158,10 @@ class _Builder:
             ),
         )
 
-    def _attention(self, prefix: str) -> Attention:
+    def _attention(self, layer: str) -> Attention:
         """The own heads: their rows of Q, K and V, their columns of the output."""
         model, features, source = self._model, self._features, self._source
+        names, prefix = self._names, f"{layer}self_attn."
         size, rank = self._tensor_parallel.size, self._tensor_parallel.rank
         dim, hidden = model.head_dim, model.hidden_size
         query = head_shard(model.num_attention_heads, dim, size, rank)
@@ -170,7 +173,10 @@ class _Builder:
             return whole[shard.start : shard.stop]
 
         def norm_of(name: str, shard: Shard) -> torch.Tensor:
-            return source.get(f"{prefix}{name}_norm.weight", (dim,)).expand(shard.size // dim, -1)
+            if features.query_key_norm is QueryKeyNorm.WHOLE:
+                whole = source.get(layer + name, (shard.whole,))
+                return whole[shard.start : shard.stop].view(-1, dim)
+            return source.get(layer + name, (dim,)).expand(shard.size // dim, -1)
 
         output = source.get(f"{prefix}o_proj.weight", (hidden, query.whole))
         bias = None
@@ -189,7 +195,9 @@ class _Builder:
                 bias if self._tensor_parallel.is_first else None,
             ),
             query_key_norm=(
-                join_rows([norm_of("q", query), norm_of("k", kv)]) if features.has_qk_norm else None
+                join_rows([norm_of(names.query_norm, query), norm_of(names.key_norm, kv)])
+                if features.query_key_norm is not QueryKeyNorm.NONE
+                else None
             ),
         )
 
@@ -212,25 +220,19 @@ class _Builder:
         return join_rows(gate_up), down
 
     def _moe(self, index: int, prefix: str) -> FusedMoE:
-        model = self._model
         self._placement = self._config.placement(index)
-        fused = FusedNames()
-        is_fused = self._source.has(prefix + fused.gate_up)
-        weight = self._source.get(
-            prefix + (fused.router if is_fused else self._names.router),
-            (model.num_experts, model.hidden_size),
-        )
+        fused = next((f for f in self._fused if self._source.has(prefix + f.gate_up)), None)
+        router = self._router(prefix, fused)
         experts = make_experts(
             self._backend.capabilities.activation_format,
             self._config.parallel.device,
-            self._routed_experts(prefix, is_fused),
+            self._routed_experts(prefix, fused),
         )
         self._experts.append(experts)
         self._moe_layers.append(index)
-        features = self._features
         return FusedMoE(
             self._config.fused_moe,
-            Router(weight, model.top_k, features.renormalize, features.weighs_input),
+            router,
             experts,
             self._backend,
             SlotMap(self._placement, self._rank, self._source.device),
@@ -238,10 +240,26 @@ class _Builder:
             self._shared_experts(prefix),
         )
 
+    def _router(self, prefix: str, fused: FusedNames | None) -> Router:
+        num_experts = self._model.num_experts
+        name = self._names.router if fused is None else fused.router
+        weight = self._source.get(prefix + name, (num_experts, self._model.hidden_size))
+        name_of_correction = self._names.correction
+        if fused is not None and fused.correction is not None:
+            name_of_correction = fused.correction
+        correction = None
+        if name_of_correction is not None:
+            correction = self._source.get_float32(prefix + name_of_correction, num_experts)
+        return Router(weight, self._features.router, correction)
+
     def _shared_experts(self, prefix: str) -> SharedExperts | None:
         size, names = self._features.shared_intermediate_size, self._names
         if not size:
             return None
+        hidden, get = self._model.hidden_size, self._source.get
+        if names.shared_gate_up is not None and names.shared_down is not None:
+            gate_up = get(prefix + names.shared_gate_up, (2 * size, hidden))
+            return SharedExperts(gate_up, get(prefix + names.shared_down, (hidden, size)), None)
         assert names.shared is not None
         gate_up, down = self._mlp(prefix + names.shared, size, Shard(0, size, size))
         gate = None
@@ -249,12 +267,12 @@ class _Builder:
             gate = self._source.get(prefix + names.shared_gate, (1, self._model.hidden_size))
         return SharedExperts(gate_up, down, gate)
 
-    def _routed_experts(self, prefix: str, is_fused: bool) -> ExpertWeights:
+    def _routed_experts(self, prefix: str, fused: FusedNames | None) -> ExpertWeights:
         """The experts in this rank's slots; an empty slot, which a batched backend may ask for, is
         of zeros.
         """
         placement, model = self._placement, self._model
-        if not is_fused and self._stays_fp8(prefix):
+        if fused is None and self._stays_fp8(prefix):
             return self._fp8_experts(prefix)
         own = placement.local_expert_ids(self._rank)
         shard = shard_of(model.moe_intermediate_size, placement, self._rank)
@@ -267,8 +285,8 @@ class _Builder:
         if num_slots > len(own):
             gate_up[len(own) :].zero_()
             down[len(own) :].zero_()
-        if is_fused:
-            self._fill_fused(prefix, own, gate_up, down, shard)
+        if fused is not None:
+            self._fill_fused(prefix, fused, own, gate_up, down, shard)
         else:
             self._fill(prefix, own, gate_up, down, shard)
         return ExpertWeights.plain(gate_up, down)
@@ -338,13 +356,14 @@ class _Builder:
     def _fill_fused(
         self,
         prefix: str,
+        fused: FusedNames,
         own: tuple[int, ...],
         gate_up: torch.Tensor,
         down: torch.Tensor,
         shard: Shard,
     ) -> None:
         """The same from two tensors of all experts, of which only the own rows are read."""
-        fused, source, num_experts = FusedNames(), self._source, self._model.num_experts
+        source, num_experts = self._source, self._model.num_experts
         hidden, taken = self._model.hidden_size, slice(shard.start, shard.stop)
         for local, expert in enumerate(own):
             shape = (num_experts, 2 * shard.whole, hidden)

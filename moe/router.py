@@ -1,27 +1,82 @@
 """Which experts a token goes to, and with which weights.
 
-Legend: n tokens, D hidden, E experts, K top-k.
+Legend: n tokens, D hidden, E experts, K top-k, g groups.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 import torch.nn.functional as F
 
 
-def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax, then the K most likely experts: weights [n, K] float32 and ids [n, K] int64.
+class Scoring(StrEnum):
+    """From logits to scores."""
 
-    With `renormalize` the K weights sum to 1, which is also what a softmax over the K largest
-    logits gives (Mixtral). Of equal experts the one with the lower id comes first.
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """A family's way of choosing."""
+
+    top_k: int
+    renormalize: bool
+    """The K weights are made to sum to 1: for a softmax, the same as one over the K largest
+    logits.
     """
-    probabilities = torch.softmax(logits.float(), dim=-1)
+    scoring: Scoring = Scoring.SOFTMAX
+    scale: float = 1.0
+    """Of the weights, in the end."""
+    num_groups: int = 1
+    """g groups of neighbouring experts; only the best `num_chosen_groups` are chosen from."""
+    num_chosen_groups: int = 1
+    least_sum: float = 0.0
+    """What renormalising divides by at least."""
+    weighs_input: bool = False
+    """The weights scale what goes into the experts, not what comes out."""
+
+
+# A group is as good as its two best experts together (DeepSeek-V3).
+BEST_OF_GROUP = 2
+
+
+def route(
+    logits: torch.Tensor, spec: RouterSpec, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [n, K] float32 and ids [n, K] int64 for `logits` [n, E].
+
+    `correction` [E] is added to the scores for the choice alone: weights are of the scores without
+    it. Of equal experts the one with the lower id comes first.
+    """
+    logits = logits.float()
+    is_softmax = spec.scoring is Scoring.SOFTMAX
+    scores = torch.softmax(logits, dim=-1) if is_softmax else logits.sigmoid()
+    choice = scores if correction is None else scores + correction
+    if spec.num_groups > spec.num_chosen_groups:
+        choice = _of_best_groups(choice, spec)
     # A stable sort, since `topk` promises no order between equals.
-    ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    weights, ids = ordered[:, :top_k], ids[:, :top_k]
-    if renormalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+    ordered, ids = torch.sort(choice, dim=-1, descending=True, stable=True)
+    ids = ids[:, : spec.top_k]
+    weights = ordered[:, : spec.top_k] if choice is scores else scores.gather(1, ids)
+    if spec.renormalize:
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total.clamp(min=spec.least_sum) if spec.least_sum else total)
+    if spec.scale != 1.0:
+        weights = weights * spec.scale
     return weights.contiguous(), ids.contiguous()
+
+
+def _of_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """[n, E], minus infinity outside the best groups."""
+    by_group = choice.view(choice.shape[0], spec.num_groups, -1)
+    num_best = min(BEST_OF_GROUP, by_group.shape[-1])
+    quality = by_group.topk(num_best, dim=-1).values.sum(dim=-1)
+    order = torch.sort(quality, dim=-1, descending=True, stable=True).indices
+    is_left_out = torch.ones_like(quality, dtype=torch.bool)
+    is_left_out.scatter_(1, order[:, : spec.num_chosen_groups], False)
+    return by_group.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
 
 
 @dataclass
@@ -30,11 +85,10 @@ class Router:
 
     weight: torch.Tensor
     """[E, D]."""
-    top_k: int
-    renormalize: bool
-    weighs_input: bool
-    """The weights scale what goes into the experts, not what comes out; a family's choice."""
+    spec: RouterSpec
+    correction: torch.Tensor | None = None
+    """[E] float32, see `route`."""
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `route`, for `hidden` [n, D]."""
-        return route(F.linear(hidden, self.weight), self.top_k, self.renormalize)
+        return route(F.linear(hidden, self.weight), self.spec, self.correction)

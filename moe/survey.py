@@ -34,6 +34,18 @@ class Survey:
         """A tensor without storage."""
         return self._read(name, shape, tuple(shape))
 
+    def get_float32(self, name: str, size: int) -> torch.Tensor:
+        """Of any shape with `size` numbers."""
+        shape = self._checkpoint.shape_of(name) if self._checkpoint.has(name) else (size,)
+        if math.prod(shape) != size:
+            self._known |= self._checkpoint.names_of(name)
+            self._wrong.append(f"{name} has shape {list(shape)}, not [{size}]")
+            return torch.empty(size, device=self.device)
+        before = self.loaded_bytes
+        self._read(name, shape, shape)
+        self.loaded_bytes = before + size * torch.float32.itemsize
+        return torch.empty(size, device=self.device)
+
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         return self._read(name, shape, tuple(shape[1:]))
 

@@ -20,6 +20,8 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -40,6 +42,89 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "initializer_range": 0.25,
     },
+    "olmoe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "clip_qkv": 2.5,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+    },
+    "granitemoe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "initializer_range": 0.15,
+    },
+    "granitemoeshared": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "shared_intermediate_size": 40,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "initializer_range": 0.15,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+        "num_mtp_layers": 0,
+    },
+    "dots1": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * NUM_LAYERS,
+    },
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "initializer_range": 0.15,
+    },
+    "hunyuan_v1_moe": {
+        "num_experts": 8,
+        "moe_topk": 3,
+        "intermediate_size": 32,
+    },
     # Without norms of query and key, larger weights make attention so sharp that rounding shows.
     "mixtral": {
         "num_local_experts": 8,
@@ -56,28 +141,20 @@ def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: A
     Norm weights and biases are random too, so that leaving one out shows.
     """
     # Here, since ranks that only need prompts should not wait for it.
-    from transformers import (
-        MixtralConfig,
-        MixtralForCausalLM,
-        Qwen2MoeConfig,
-        Qwen2MoeForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {**_COMMON, **_OF_FAMILY[family]}
-    sizes["num_local_experts" if family == "mixtral" else "num_experts"] = num_experts
-    sizes["num_experts_per_tok"] = min(sizes["num_experts_per_tok"], num_experts)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        if name in sizes:
+            sizes[name] = num_experts
+    for name in ("num_experts_per_tok", "moe_k", "moe_topk"):
+        if name in sizes:
+            sizes[name] = min(sizes[name], num_experts)
     sizes |= changes
     torch.manual_seed(seed)
-    model: Any
-    match family:
-        case "qwen3_moe":
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
-        case "qwen2_moe":
-            model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes))
-        case _:
-            model = MixtralForCausalLM(MixtralConfig(**sizes))
+    model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model(family, **sizes)
+    )
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -85,6 +162,10 @@ def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: A
                 weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
             elif name.endswith("bias"):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+        # Of the same size as differences between scores, so that they decide some choices.
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model.to(torch.float32).eval()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from moed.moe.families import FAMILIES
 from tests.moe.checkpoints import make_checkpoint, prompt, true_greedy, true_logits
 from tests.moe.harness import Stepper, engine_config, load, one_rank
 
@@ -40,9 +41,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3_moe", {}),
-    ("mixtral", {}),
-    ("qwen2_moe", {}),
+    *((family, {}) for family in FAMILIES),
     ("qwen2_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}),
     ("qwen3_moe", {"tie_word_embeddings": True}),
     ("qwen3_moe", {"attention_bias": True}),

@@ -17,7 +17,7 @@ from moed.dist.registry import capabilities
 from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.experts import ExpertWeights, TorchExperts, reference_experts
 from moed.moe.fused_moe import FusedMoE
-from moed.moe.router import Router, route
+from moed.moe.router import Router, RouterSpec, route
 from tests.moe.harness import one_rank
 
 HIDDEN, SIZE, NUM_EXPERTS, TOP_K, B = 16, 24, 6, 3, 8
@@ -101,7 +101,7 @@ def layer_on(backend: OneRank, max_num_tokens: int = B) -> FusedMoE:
     groups = one_rank()
     return FusedMoE(
         config,
-        Router(router, TOP_K, renormalize=True, weighs_input=False),
+        Router(router, RouterSpec(TOP_K, renormalize=True)),
         TorchExperts(ExpertWeights.plain(gate_up, down)),
         backend,
         SlotMap(ExpertPlacement.linear(NUM_EXPERTS, 1), 0, torch.device("cpu")),
@@ -122,7 +122,7 @@ def rows(num_rows: int) -> torch.Tensor:
 def test_router_weights_are_applied_once(backend: OneRank) -> None:
     router, gate_up, down = tensors()
     hidden = rows(5)
-    weights, ids = route(hidden @ router.T, TOP_K, True)
+    weights, ids = route(hidden @ router.T, RouterSpec(TOP_K, True))
     expected = reference_experts(
         Dispatched(hidden, ids, weights, None, None), gate_up, down, apply_weights=True
     )

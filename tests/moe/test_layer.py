@@ -20,7 +20,7 @@ from moed.dist.registry import capabilities, create_backend
 from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.experts import ExpertWeights, make_experts
 from moed.moe.fused_moe import FusedMoE
-from moed.moe.router import Router, route
+from moed.moe.router import Router, RouterSpec, route
 from moed.moe.shards import shard_of
 from moed.moe.shared_experts import SharedExperts
 from tests.dist.counting import counted_collectives
@@ -109,7 +109,7 @@ def swiglu(row: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torc
 
 def dense(case: Case, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
     """[n, D] float32: one row and one expert at a time."""
-    weights, ids = route(rows @ tensors.router.T, case.top_k, renormalize=True)
+    weights, ids = route(rows @ tensors.router.T, RouterSpec(case.top_k, renormalize=True))
     output = torch.zeros(rows.shape, dtype=torch.float64)
     for index, row in enumerate(rows.double()):
         for weight, expert in zip(weights[index].tolist(), ids[index].tolist(), strict=True):
@@ -153,7 +153,7 @@ def build(case: Case, groups: Groups, tensors: Tensors) -> tuple[FusedMoE, Calla
     down[: len(own)] = tensors.down[own][:, :, taken]
     layer = FusedMoE(
         config,
-        Router(tensors.router, case.top_k, True, case.weighs_input),
+        Router(tensors.router, RouterSpec(case.top_k, True, weighs_input=case.weighs_input)),
         make_experts(declared.activation_format, "cpu", ExpertWeights.plain(gate_up, down)),
         backend,
         SlotMap(placement, groups.rank, cpu),

@@ -1,0 +1,59 @@
+"""Model families as declarations: what config.json means, and what the checkpoint's tensors are
+called. The decoder is one and the same.
+
+To add a family:
+
+1. Read its modelling file in `transformers`. If it has a part that no field of `DecoderFeatures`
+   and no field of `Names` can say (another attention, a state that is no KV cache), the decoder has
+   to learn that part first; such a model is refused until then.
+2. Write a function from `ModelConfig` to `DecoderFeatures`, beginning with `common(...)`, whose
+   arguments are the family's own values for fields that config.json may leave out.
+3. Name the tensors that are not called as in `Names`, and put both into `FAMILIES` below, under
+   config.json's `model_type`; add it to `moed.config.model.SERVED_MODEL_TYPES` too.
+4. Give it a line in `tests/moe/checkpoints.py`, with all its peculiarities switched on. The tests
+   compare logits, prompts in pieces, splits over ranks, and the plan's bytes with `transformers`.
+"""
+
+from moed.config.engine_config import ModelConfig
+from moed.config.errors import ModelError
+from moed.moe.families.ernie import ERNIE
+from moed.moe.families.features import DecoderFeatures, Family, FusedNames, Names, QueryKeyNorm
+from moed.moe.families.glm import DOTS1, GLM4_MOE
+from moed.moe.families.granite import GRANITE_MOE, GRANITE_MOE_SHARED
+from moed.moe.families.hunyuan import HUNYUAN
+from moed.moe.families.mixtral import MINIMAX_M2, MIXTRAL
+from moed.moe.families.olmoe import OLMOE
+from moed.moe.families.qwen import QWEN2_MOE, QWEN3_MOE
+
+__all__ = [
+    "FAMILIES",
+    "DecoderFeatures",
+    "Family",
+    "FusedNames",
+    "Names",
+    "QueryKeyNorm",
+    "family_of",
+]
+
+FAMILIES = {
+    "dots1": DOTS1,
+    "ernie4_5_moe": ERNIE,
+    "glm4_moe": GLM4_MOE,
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": GRANITE_MOE_SHARED,
+    "hunyuan_v1_moe": HUNYUAN,
+    "minimax_m2": MINIMAX_M2,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+}
+
+
+def family_of(model: ModelConfig) -> Family:
+    """Raises `ModelError` for a model type without a declaration."""
+    if model.model_type not in FAMILIES:
+        raise ModelError(
+            f"models of type {model.model_type!r} are not served; served are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model.model_type]

@@ -1,0 +1,146 @@
+"""The vocabulary of family declarations: what a decoder may do, and what tensors are called."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from moed.config.engine_config import ModelConfig
+from moed.config.errors import ModelError
+from moed.config.weight_bytes import moe_layers, shared_intermediate_size
+from moed.moe.rotary import Rotary, make_rotary
+from moed.moe.router import RouterSpec
+
+
+class QueryKeyNorm(Enum):
+    """RMS norm of queries and keys."""
+
+    NONE = "none"
+    HEAD = "head"
+    """Of each head by itself, with weights [d] for all."""
+    HEAD_AFTER_ROTARY = "head after rotary"
+    WHOLE = "whole"
+    """Over all heads together, with weights [heads x d]."""
+
+
+@dataclass(frozen=True)
+class DecoderFeatures:
+    """What the decoder needs to know beyond the sizes of `ModelConfig`."""
+
+    rms_norm_eps: float
+    rotary: Rotary
+    router: RouterSpec
+    moe_layers: tuple[bool, ...]
+    """By layer: MoE, or a dense MLP."""
+    shared_intermediate_size: int
+    """Of the experts that every token passes, together; 0: there are none."""
+    dense_intermediate_size: int
+    tie_word_embeddings: bool
+    query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
+    attention_bias: bool = False
+    """Of Q, K and V."""
+    attention_output_bias: bool = False
+    sliding_window: int | None = None
+    attention_limit: float | None = None
+    """Q, K and V are cut off at this size."""
+    attention_scale: float | None = None
+    """Of the scores; None: one over the root of d."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what each block adds."""
+    logits_divisor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a layer's tensors lie below `model.layers.N.`; `{e}` is a global expert id."""
+
+    router: str = "mlp.gate.weight"
+    gate: str = "mlp.experts.{e}.gate_proj.weight"
+    up: str = "mlp.experts.{e}.up_proj.weight"
+    down: str = "mlp.experts.{e}.down_proj.weight"
+    correction: str | None = None
+    """Of the router's choice, as many numbers as experts."""
+    shared: str | None = None
+    """Prefix of the shared experts' projections."""
+    shared_gate: str | None = None
+    shared_gate_up: str | None = None
+    """Gate and up in one tensor, [2I, D]; then `shared_down` is the other."""
+    shared_down: str | None = None
+    query_norm: str = "self_attn.q_norm.weight"
+    key_norm: str = "self_attn.k_norm.weight"
+
+
+@dataclass(frozen=True)
+class FusedNames:
+    """The same, where all experts of a layer lie in one tensor: [E, 2I, D] and [E, D, I].
+
+    `save_pretrained(save_original_format=False)` writes them so, under one set of names.
+    """
+
+    router: str = "mlp.gate.weight"
+    gate_up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
+    correction: str | None = None
+    """None: as in `Names`."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One declaration."""
+
+    features: Callable[[ModelConfig, int], DecoderFeatures]
+    """Of a model whose requests have at most so many tokens."""
+    names: Names = Names()
+    fused: tuple[FusedNames, ...] = (FusedNames(),)
+    """Where else experts may lie, the first that exists."""
+    description: str = ""
+    """Its peculiarities, in a few words."""
+
+
+def common(
+    model: ModelConfig,
+    max_length: int,
+    *,
+    theta: float = 1e4,
+    eps: float = 1e-6,
+    partial: float = 1.0,
+    is_interleaved: bool = False,
+    is_tied: bool = False,
+) -> dict[str, Any]:
+    """What all families share; the numbers are what `transformers` takes for missing fields."""
+    config = model.hf_config
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"hidden_act {activation!r} is not served; served is 'silu'")
+    return {
+        "rms_norm_eps": float(config.get("rms_norm_eps", eps)),
+        "rotary": make_rotary(
+            config,
+            model.head_dim,
+            max_length,
+            theta=theta,
+            partial=partial,
+            is_interleaved=is_interleaved,
+        ),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", is_tied)),
+        "dense_intermediate_size": int(config.get("intermediate_size") or 0),
+        "shared_intermediate_size": shared_intermediate_size(model),
+        "moe_layers": tuple(moe_layers(model)),
+    }
+
+
+def flag(config: Mapping[str, Any], name: str, otherwise: bool = False) -> bool:
+    value = config.get(name)
+    return otherwise if value is None else bool(value)
+
+
+def number(config: Mapping[str, Any], name: str, otherwise: float) -> float:
+    value = config.get(name)
+    return otherwise if value is None else float(value)
+
+
+def refuse_sliding(config: Mapping[str, Any]) -> None:
+    """For families whose layers slide by their number, of which no checkpoint is known."""
+    if config.get("use_sliding_window"):
+        raise ModelError("use_sliding_window of this model type is not served; served is false")

@@ -1,0 +1,62 @@
+"""GLM-4.5 to 4.7 and dots.llm1: DeepSeek-V3's router over common attention."""
+
+from moed.config.engine_config import ModelConfig
+from moed.moe.families.features import (
+    DecoderFeatures,
+    Family,
+    Names,
+    QueryKeyNorm,
+    common,
+    flag,
+    number,
+    refuse_sliding,
+)
+from moed.moe.router import RouterSpec, Scoring
+
+LEAST_SUM = 1e-20
+
+
+def corrected_sigmoid(model: ModelConfig, renormalize: bool) -> RouterSpec:
+    """The router of DeepSeek-V3: sigmoid, correction of the choice, groups, scale."""
+    config = model.hf_config
+    return RouterSpec(
+        model.top_k,
+        flag(config, "norm_topk_prob", renormalize),
+        Scoring.SIGMOID,
+        scale=number(config, "routed_scaling_factor", 1.0),
+        num_groups=int(config.get("n_group") or 1),
+        num_chosen_groups=int(config.get("topk_group") or 1),
+        least_sum=LEAST_SUM,
+    )
+
+
+def _glm4_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
+    config = model.hf_config
+    has_norm = flag(config, "use_qk_norm")
+    return DecoderFeatures(
+        **common(model, max_length, eps=1e-5, partial=0.5),
+        router=corrected_sigmoid(model, renormalize=True),
+        query_key_norm=QueryKeyNorm.HEAD if has_norm else QueryKeyNorm.NONE,
+        attention_bias=flag(config, "attention_bias"),
+    )
+
+
+def _dots1(model: ModelConfig, max_length: int) -> DecoderFeatures:
+    config = model.hf_config
+    refuse_sliding(config)
+    return DecoderFeatures(
+        **common(model, max_length),
+        router=corrected_sigmoid(model, renormalize=False),
+        query_key_norm=QueryKeyNorm.HEAD,
+        attention_bias=flag(config, "attention_bias"),
+        attention_output_bias=flag(config, "attention_bias"),
+    )
+
+
+_NAMES = Names(correction="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.")
+GLM4_MOE = Family(
+    _glm4_moe,
+    _NAMES,
+    description="corrected sigmoid router, shared expert, partial rotary",
+)
+DOTS1 = Family(_dots1, _NAMES, description="corrected sigmoid router, shared experts")

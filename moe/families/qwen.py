@@ -1,0 +1,43 @@
+"""Qwen2-MoE (with a gated shared expert) and Qwen3-MoE (norms of queries and keys)."""
+
+from moed.config.engine_config import ModelConfig
+from moed.moe.families.features import (
+    DecoderFeatures,
+    Family,
+    Names,
+    QueryKeyNorm,
+    common,
+    flag,
+    refuse_sliding,
+)
+from moed.moe.router import RouterSpec
+
+
+def _qwen2_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
+    config = model.hf_config
+    refuse_sliding(config)
+    return DecoderFeatures(
+        **common(model, max_length),
+        router=RouterSpec(model.top_k, flag(config, "norm_topk_prob")),
+        attention_bias=flag(config, "qkv_bias", True),
+    )
+
+
+def _qwen3_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
+    config = model.hf_config
+    return DecoderFeatures(
+        **common(model, max_length),
+        router=RouterSpec(model.top_k, flag(config, "norm_topk_prob")),
+        query_key_norm=QueryKeyNorm.HEAD,
+        attention_bias=flag(config, "attention_bias"),
+        attention_output_bias=flag(config, "attention_bias"),
+        sliding_window=config.get("sliding_window") if config.get("use_sliding_window") else None,
+    )
+
+
+QWEN2_MOE = Family(
+    _qwen2_moe,
+    Names(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight"),
+    description="gated shared expert",
+)
+QWEN3_MOE = Family(_qwen3_moe, description="norms of queries and keys")
