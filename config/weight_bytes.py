@@ -148,6 +148,8 @@ def _attention(config: EngineConfig) -> int:
     count = rows * hidden + hidden * heads * dim
     if model.hf_config.get("attention_bias", False):
         count += rows + (0 if model.model_type == "glm4_moe" else hidden)
+    elif model.model_type == "qwen2_moe" and model.hf_config.get("qkv_bias", True):
+        count += rows
     if model.model_type in NORMED or model.hf_config.get("use_qk_norm"):
         # The norm of queries and keys is held once for each head.
         count += (heads + kv_heads) * dim

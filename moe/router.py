@@ -70,7 +70,7 @@ def route(
 
 def _of_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     """[n, E], minus infinity outside the best groups."""
-    by_group = choice.view(choice.shape[0], spec.num_groups, -1)
+    by_group = choice.view(-1, spec.num_groups, choice.shape[1] // spec.num_groups)
     num_best = min(BEST_OF_GROUP, by_group.shape[-1])
     quality = by_group.topk(num_best, dim=-1).values.sum(dim=-1)
     order = torch.sort(quality, dim=-1, descending=True, stable=True).indices

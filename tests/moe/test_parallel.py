@@ -12,6 +12,7 @@ import torch
 
 from moed.config.engine_config import EngineConfig
 from moed.config.expert_placement import ExpertPlacement
+from moed.config.weight_bytes import moe_layers
 from moed.dist.groups import Groups
 from moed.dist.registry import capabilities
 from tests.moe.checkpoints import make_checkpoint, prompt, true_logits
@@ -98,6 +99,7 @@ CASES = [
     ("qwen3_moe", 6, 4),
     ("qwen3_moe", 3, 2),
     ("mixtral", 1, 2),
+    ("glm4_moe", 8, 2),
 ]
 # Emulated, and slower: the odd ones.
 DEEP_EP_CASES = [("mixtral", 8, 2), ("qwen3_moe", 8, 3), ("mixtral", 1, 2)]
@@ -126,7 +128,7 @@ def test_each_rank_equals_transformers(
     assert_equal_to_truth(truth, results)
     # No token is dropped, and none is computed twice.
     num_tokens = sum(n for step in plan for own in step for n in own.values())
-    num_pairs = num_tokens * config.model.top_k * config.model.num_layers
+    num_pairs = num_tokens * config.model.top_k * sum(moe_layers(config.model))
     assert sum(pairs for _, _, pairs in results) == num_pairs
     for _, num_local, pairs in results:
         assert num_local or not pairs

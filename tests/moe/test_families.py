@@ -1,0 +1,163 @@
+"""Every family against `transformers`: long prompts, pieces, both layouts of experts, bytes."""
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moed.config.model import SERVED_MODEL_TYPES
+from moed.config.weight_bytes import moe_layers, weight_bytes
+from moed.moe.families import FAMILIES
+from tests.moe.checkpoints import make_checkpoint, make_model, prompt, true_greedy, true_logits
+from tests.moe.harness import Stepper, engine_config, load, one_rank
+
+TOLERANCE = 1e-4
+PIECE = 64
+NUM_GREEDY = 24
+
+Made = tuple[Any, pathlib.Path]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Truth, and its checkpoint as people publish it."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_checkpoint(request.param, folder), folder
+
+
+def stepper_of(folder: pathlib.Path) -> Stepper:
+    config = engine_config(folder)
+    return Stepper(config, load(config, one_rank()))
+
+
+def in_pieces(stepper: Stepper, tokens: list[int], size: int) -> torch.Tensor:
+    starts = range(0, len(tokens), size)
+    return torch.cat([stepper.step({"a": tokens[s : s + size]})["a"] for s in starts])
+
+
+def test_what_is_served_has_a_declaration() -> None:
+    assert sorted(FAMILIES) == sorted(SERVED_MODEL_TYPES)
+
+
+def test_a_long_prompt_whole_and_in_pieces(made: Made) -> None:
+    truth, folder = made
+    tokens = prompt(200, seed=3)
+    expected = true_logits(truth, tokens)
+    for size in (len(tokens), PIECE):
+        found = in_pieces(stepper_of(folder), tokens, size)
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_greedy_tokens(made: Made) -> None:
+    truth, folder = made
+    stepper, tokens = stepper_of(folder), prompt(20, seed=4)
+    logits, found = stepper.step({"a": tokens})["a"], []
+    for _ in range(NUM_GREEDY):
+        found.append(int(logits[-1].argmax()))
+        logits = stepper.step({"a": found[-1:]})["a"]
+    assert found == true_greedy(truth, tokens, NUM_GREEDY)
+
+
+def test_fused_experts(made: Made, tmp_path: pathlib.Path) -> None:
+    """Under the names that `transformers` itself computes with."""
+    truth, _ = made
+    truth.save_pretrained(tmp_path, save_original_format=False)
+    tokens = prompt(40, seed=5)
+    found = stepper_of(tmp_path).step({"a": tokens})["a"]
+    torch.testing.assert_close(found, true_logits(truth, tokens), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "family", [name for name, family in FAMILIES.items() if family.names.correction]
+)
+def test_corrections_change_choices(family: str) -> None:
+    """Or the tests above would not show their loss."""
+    model, tokens = make_model(family), prompt(40, seed=6)
+    before = true_logits(model, tokens)
+    corrections = [*model.named_buffers(), *model.named_parameters()]
+    with torch.no_grad():
+        for name, correction in corrections:
+            if name.endswith("correction_bias"):
+                correction.zero_()
+    assert (before - true_logits(model, tokens)).abs().max() > 100 * TOLERANCE
+
+
+def tensors_in(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All weights that `thing` leads to, each once."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        if thing.is_floating_point():
+            yield thing
+        return
+    if isinstance(thing, dict):
+        thing = list(thing.values())
+    parts = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", {}).values()
+    if type(thing).__module__.startswith("moed.moe") or isinstance(thing, list | tuple):
+        for part in list(parts):
+            yield from tensors_in(part, seen)
+
+
+def test_the_plan_counts_every_weight(made: Made) -> None:
+    _, folder = made
+    config = engine_config(folder)
+    decoder = load(config, one_rank())
+    held = {(t.data_ptr(), t.numel()): t.nbytes for t in tensors_in(decoder, set())}
+    assert sum(held.values()) == sum(weight_bytes(config).values())
+
+
+def test_the_layers_that_have_experts(made: Made) -> None:
+    _, folder = made
+    config = engine_config(folder)
+    expected = [index for index, is_moe in enumerate(moe_layers(config.model)) if is_moe]
+    assert list(load(config, one_rank()).moe_layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("glm4_moe", {"num_experts": 6, "n_group": 3, "attention_bias": False}),
+        ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "topk_group": 1}),
+        ("olmoe", {"num_experts": 6, "clip_qkv": None, "norm_topk_prob": True}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_num_shared_experts": 0}),
+        ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_end_index": 1}),
+        ("hunyuan_v1_moe", {"attention_bias": True, "tie_word_embeddings": True}),
+        (
+            "hunyuan_v1_moe",
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 1e4,
+                    "factor": 1.0,
+                    "alpha": 100.0,
+                }
+            },
+        ),
+        ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
+        ("minimax_m2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}),
+        (
+            "qwen3_moe",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                }
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_other_shapes_of_a_family(
+    tmp_path: pathlib.Path, family: str, changes: dict[str, Any]
+) -> None:
+    truth = make_model(family, **changes)
+    truth.save_pretrained(tmp_path)
+    tokens = prompt(50, seed=7)
+    found = in_pieces(stepper_of(tmp_path), tokens, 17)
+    torch.testing.assert_close(found, true_logits(truth, tokens), rtol=0, atol=TOLERANCE)
