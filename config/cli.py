@@ -1,4 +1,4 @@
-"""The command line: `moed serve`, `plan`, `place`, `config show`, `version`, and help.
+"""The command line: `moed serve`, `plan`, `place`, `models`, `config show`, `version`, and help.
 
 Written out rather than left to a library: it starts in a few milliseconds, takes flags as vLLM
 users type them, and can say exactly what is wrong.
@@ -16,7 +16,7 @@ from moed.config.names import did_you_mean, setting_of_flag
 from moed.config.plan_settings import PlanSettings, plan_flags, take_plan_settings
 from moed.config.settings import ServeSettings
 
-COMMANDS = ("serve", "plan", "place", "config show", "version")
+COMMANDS = ("serve", "plan", "place", "models", "config show", "version")
 
 _NUMBER = re.compile(r"-\d")
 
@@ -58,6 +58,10 @@ def parse(argv: Sequence[str]) -> Command:
         if words[1:]:
             raise UsageError(f"`moed version` takes nothing more, not {words[1]!r}")
         return Command("version")
+    if words[0] == "models":
+        if words[1:]:
+            raise UsageError(f"`moed models` takes nothing more, not {words[1]!r}")
+        return Command("models")
     if words[0] == "serve":
         return _with_settings("serve", words[1:])
     if words[0] == "plan":

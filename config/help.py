@@ -14,6 +14,7 @@ moed serves Mixture-of-Experts models over many ranks, behind one OpenAI-compati
                                             config.json is enough, without GPU or weights
   moed place http://HOST:PORT --copies 8    place experts by the load that a daemon has counted
   moed config show [flags of serve]         every resolved value, and where it came from
+  moed models                               the model families that are served
   moed version
 
 usage: moed serve [MODEL] [flags]

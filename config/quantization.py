@@ -16,7 +16,7 @@ from moed.config.errors import ModelError
 
 FP8_BLOCK_SIZE = [128, 128]
 MXFP4_GROUP_SIZE = 32
-_SERVED = (
+SERVED_FORMATS = (
     "fp8 with weight_block_size [128, 128], mxfp4, and compressed-tensors in format "
     "pack-quantized with symmetric 4-bit integers by groups"
 )
@@ -51,7 +51,7 @@ def quantization_of(raw: Mapping[str, Any]) -> Quantization | None:
     if reader is None:
         raise ModelError(
             f"the weights are quantised ({method or 'unknown method'}), which is not served; "
-            f"served are {_SERVED}, and plain weights"
+            f"served are {SERVED_FORMATS}, and plain weights"
         )
     return reader(found)
 
@@ -60,7 +60,7 @@ def _refuse(holds: bool, method: str, what: str) -> None:
     if not holds:
         raise ModelError(
             f"the weights are quantised ({method}) with {what}, which is not served; served are "
-            f"{_SERVED}, and plain weights"
+            f"{SERVED_FORMATS}, and plain weights"
         )
 
 

@@ -58,6 +58,10 @@ class Source(Protocol):
         """Belongs to another rank, or is known not to be needed."""
         ...
 
+    def skip_below(self, prefix: str) -> None:
+        """All that begins with `prefix` is known not to be needed."""
+        ...
+
 
 class Checkpoint:
     """The safetensors files of a folder. Names and shapes are those that `Survey` has checked.
@@ -196,6 +200,9 @@ class Checkpoint:
     def skip(self, name: str) -> None:
         """Nothing to do."""
 
+    def skip_below(self, prefix: str) -> None:
+        """Nothing to do."""
+
 
 def first_names(names: list[str]) -> str:
     """Enough of them to see what they are."""
@@ -263,4 +270,7 @@ class Dummy:
         raise NotImplementedError
 
     def skip(self, name: str) -> None:
+        """Nothing to do."""
+
+    def skip_below(self, prefix: str) -> None:
         """Nothing to do."""

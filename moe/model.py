@@ -126,6 +126,9 @@ class _Builder:
         for index in range(model.num_layers):
             on_layer(index)
             layers.append(self._layer(index))
+        # Layers that draft several tokens (MTP) come after the others.
+        for extra in range(int(model.hf_config.get("num_nextn_predict_layers") or 0)):
+            self._source.skip_below(f"model.layers.{model.num_layers + extra}.")
         final_norm = get("model.norm.weight", (model.hidden_size,))
         if self._features.tie_word_embeddings:
             head = embedding

@@ -195,3 +195,4 @@ _KINDS = {
     "longrope": _longrope,
     "llama3": _llama3,
 }
+ROPE_TYPES = tuple(_KINDS)

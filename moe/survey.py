@@ -1,5 +1,6 @@
 """Going over a checkpoint before anything is read."""
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -9,6 +10,8 @@ from moed.config.errors import ModelError
 from moed.config.sizes import format_bytes
 from moed.moe.block_scaled import SCALE_BLOCK, BlockScaled
 from moed.moe.loader import DERIVED_SUFFIX, Checkpoint, first_names
+
+logger = logging.getLogger(__name__)
 
 
 class Survey:
@@ -86,6 +89,13 @@ class Survey:
 
     def skip(self, name: str) -> None:
         self._known |= self._checkpoint.names_of(name)
+
+    def skip_below(self, prefix: str) -> None:
+        """Told once, since a part of the checkpoint stays unused."""
+        found = {name for name in self._checkpoint.names if name.startswith(prefix)}
+        if found:
+            self._known |= found
+            logger.info("%d tensors below %s are not used", len(found), prefix)
 
     def finish(self) -> None:
         """Raises `ModelError` naming missing, misshapen and unused tensors."""

@@ -49,6 +49,10 @@ def run(command: Command) -> int:
             print(f"moed {version('moed')}")
         case "config show":
             _show(command)
+        case "models":
+            from moed.moe.families import families_table
+
+            print(families_table(), end="")
         case "plan":
             return _plan(command)
         case "place":

@@ -16,6 +16,7 @@ To add a family:
 
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
+from moed.config.quantization import SERVED_FORMATS
 from moed.moe.families.ernie import ERNIE
 from moed.moe.families.features import DecoderFeatures, Family, FusedNames, Names, QueryKeyNorm
 from moed.moe.families.glm import DOTS1, GLM4_MOE
@@ -24,6 +25,7 @@ from moed.moe.families.hunyuan import HUNYUAN
 from moed.moe.families.mixtral import MINIMAX_M2, MIXTRAL
 from moed.moe.families.olmoe import OLMOE
 from moed.moe.families.qwen import QWEN2_MOE, QWEN3_MOE
+from moed.moe.rotary import ROPE_TYPES
 
 __all__ = [
     "FAMILIES",
@@ -32,6 +34,7 @@ __all__ = [
     "FusedNames",
     "Names",
     "QueryKeyNorm",
+    "families_table",
     "family_of",
 ]
 
@@ -48,6 +51,19 @@ FAMILIES = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
 }
+
+
+def families_table() -> str:
+    """Text: each family with its features, then the formats that weights may be stored in."""
+    width = max(map(len, FAMILIES))
+    rows = "".join(
+        f"  {name:<{width}}  {family.description}\n" for name, family in FAMILIES.items()
+    )
+    return (
+        f"model_type{' ' * max(1, width - 6)}features\n{rows}"
+        f"weights: bfloat16, float16, float32; quantised: {SERVED_FORMATS}\n"
+        f"rotary embeddings: {', '.join(ROPE_TYPES)}\n"
+    )
 
 
 def family_of(model: ModelConfig) -> Family:

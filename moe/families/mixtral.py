@@ -42,7 +42,7 @@ _NAMES = Names(
     up="block_sparse_moe.experts.{e}.w3.weight",
     down="block_sparse_moe.experts.{e}.w2.weight",
 )
-MIXTRAL = Family(_mixtral, _NAMES)
+MIXTRAL = Family(_mixtral, _NAMES, description="sliding window")
 MINIMAX_M2 = Family(
     _minimax_m2,
     replace(_NAMES, correction="block_sparse_moe.e_score_correction_bias"),

@@ -1,12 +1,17 @@
 """Every family against `transformers`: long prompts, pieces, both layouts of experts, bytes."""
 
+import json
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from moed.config.errors import ModelError
 from moed.config.model import SERVED_MODEL_TYPES
 from moed.config.weight_bytes import moe_layers, weight_bytes
 from moed.moe.families import FAMILIES
@@ -161,3 +166,40 @@ def test_other_shapes_of_a_family(
     tokens = prompt(50, seed=7)
     found = in_pieces(stepper_of(tmp_path), tokens, 17)
     torch.testing.assert_close(found, true_logits(truth, tokens), rtol=0, atol=TOLERANCE)
+
+
+def test_layers_that_draft_tokens_are_left_out(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    truth = make_checkpoint("glm4_moe", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    drafting = f"model.layers.{truth.config.num_hidden_layers}."
+    weights |= {f"{drafting}eh_proj.weight": torch.zeros(4, 4), f"{drafting}x": torch.zeros(2)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=f"not used by the model.*{drafting}"):
+        stepper_of(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["num_nextn_predict_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    caplog.set_level("INFO")
+    tokens = prompt(20, seed=8)
+    found = stepper_of(tmp_path).step({"a": tokens})["a"]
+    torch.testing.assert_close(found, true_logits(truth, tokens), rtol=0, atol=TOLERANCE)
+    assert f"2 tensors below {drafting} are not used" in caplog.text
+
+
+def test_other_models_are_refused_with_what_they_need(tmp_path: pathlib.Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for model_type, part in (("qwen3_next", ", which needs linear attention.*"), ("bert", "")):
+        written["model_type"] = model_type
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        with pytest.raises(ModelError, match=f"'{model_type}'{part}; served are dots1, ernie"):
+            engine_config(tmp_path)
+
+
+def test_the_table_of_families() -> None:
+    command = [sys.executable, "-m", "moed.server", "models"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert all(name in shown and family.description in shown for name, family in FAMILIES.items())
+    assert "mxfp4" in shown and "longrope" in shown

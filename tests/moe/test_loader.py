@@ -181,9 +181,11 @@ def test_rotary_table_of_old_checkpoints_is_ignored(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "original_max",
+        ),
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}, "rope_parameters": None}, "spiral"),
         ({"hidden_act": "gelu"}, "gelu"),
     ],
 )
