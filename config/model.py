@@ -12,7 +12,8 @@ from moed.config.errors import ModelError
 from moed.config.quantization import quantization_of
 
 SERVED_MODEL_TYPES = (
-    *("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
+    *("dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe"),
+    *("granitemoeshared", "hunyuan_v1_moe"),
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
 )
 # Of each expert, where config.json has other fields for it too.

@@ -86,7 +86,7 @@ def _num_weights(config: EngineConfig) -> dict[str, int]:
         "embedding": table,
         "attention": model.num_layers * _attention(config) + norms,
         "router": num_moe * (model.num_experts * hidden + _router_extras(model)),
-        "experts": num_moe * num_local * 3 * hidden * inner,
+        "experts": num_moe * num_local * (3 * hidden * inner + _expert_biases(model, inner)),
         "shared experts": num_moe * 3 * hidden * shared_intermediate_size(model),
         "dense MLP": num_dense * 3 * hidden * _count(model.hf_config, "intermediate_size"),
         "head": 0 if is_tied else table,
@@ -130,9 +130,14 @@ def _router_extras(model: ModelConfig) -> int:
     """A bias for each expert, where its choice is corrected; a gate of the shared expert."""
     config = model.hf_config
     has_bias = config.get("topk_method") == "noaux_tc" or model.model_type in CORRECTED
-    bias = model.num_experts if has_bias else 0
+    bias = model.num_experts if has_bias or model.model_type == "gpt_oss" else 0
     gate = model.hidden_size if _count(config, "shared_expert_intermediate_size") else 0
     return bias + gate
+
+
+def _expert_biases(model: ModelConfig, inner: int) -> int:
+    """Of one expert whose intermediate size here is `inner`."""
+    return 2 * inner + model.hidden_size if model.model_type == "gpt_oss" else 0
 
 
 def _attention(config: EngineConfig) -> int:
@@ -146,7 +151,9 @@ def _attention(config: EngineConfig) -> int:
     hidden, dim = model.hidden_size, model.head_dim
     rows = (heads + 2 * kv_heads) * dim
     count = rows * hidden + hidden * heads * dim
-    if model.hf_config.get("attention_bias", False):
+    is_gpt_oss = model.model_type == "gpt_oss"
+    count += heads if is_gpt_oss else 0
+    if model.hf_config.get("attention_bias", is_gpt_oss):
         count += rows + (0 if model.model_type == "glm4_moe" else hidden)
     elif model.model_type == "qwen2_moe" and model.hf_config.get("qkv_bias", True):
         count += rows

@@ -92,28 +92,42 @@ def _mask(
 
 
 def paged_attention(
-    query: torch.Tensor, layer: int, kv_cache: KVCache, plan: AttentionPlan, scale: float
+    query: torch.Tensor,
+    layer: int,
+    kv_cache: KVCache,
+    plan: AttentionPlan,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
+    `sinks` [H] are scores of a key more, whose value is 0.
 
     Decodes go together and the others one by one. A request's result does not depend on the others.
     """
     decodes = plan.decodes
     if decodes is not None and decodes.rows is None:
-        return _decode(query, layer, kv_cache, decodes, scale)
+        return _decode(query, layer, kv_cache, decodes, scale, sinks)
     output = torch.empty_like(query)
     for prefill in plan.prefills:
-        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale)
+        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
     if decodes is not None:
-        output[decodes.rows] = _decode(query[decodes.rows], layer, kv_cache, decodes, scale)
+        output[decodes.rows] = _decode(query[decodes.rows], layer, kv_cache, decodes, scale, sinks)
     return output
 
 
 def _prefill(
-    query: torch.Tensor, layer: int, kv_cache: KVCache, prefill: Prefill, scale: float
+    query: torch.Tensor,
+    layer: int,
+    kv_cache: KVCache,
+    prefill: Prefill,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[n, H, d]."""
     keys, values = kv_cache.read(layer, prefill.blocks)
+    if sinks is not None:
+        keys, values = keys[: prefill.context], values[: prefill.context]
+        return _prefill_with_sinks(query, keys, values, prefill, scale, sinks)
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys[: prefill.context].transpose(0, 1)[None],
@@ -126,20 +140,71 @@ def _prefill(
     return attended[0].transpose(0, 1)
 
 
+def _prefill_with_sinks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    prefill: Prefill,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """[n, H, d]. The sink is a key of zeros, whose score the mask holds; by KV head, since masks
+    with sinks differ between heads and would be large together.
+    """
+    num_tokens, num_kv_heads, mask = query.shape[0], keys.shape[1], prefill.mask
+    if mask is None:
+        positions = torch.arange(num_tokens, device=query.device)[:, None]
+        mask = _mask(positions, prefill.context, None, query.dtype)
+    keys, values = _with_sink_row(keys, 0), _with_sink_row(values, 0)
+    parts = []
+    groups = zip(query.chunk(num_kv_heads, dim=1), sinks.chunk(num_kv_heads), strict=True)
+    for head, (own, own_sinks) in enumerate(groups):
+        shape = (len(own_sinks), num_tokens, 1)
+        scores = own_sinks.to(mask.dtype)[:, None, None].expand(shape)
+        whole = torch.cat([mask.expand(*shape[:2], -1), scores], dim=-1)
+        attended = F.scaled_dot_product_attention(
+            own.transpose(0, 1)[None],
+            keys[None, None, :, head].expand(1, shape[0], -1, -1),
+            values[None, None, :, head].expand(1, shape[0], -1, -1),
+            attn_mask=whole[None],
+            scale=scale,
+        )
+        parts.append(attended[0].transpose(0, 1))
+    return torch.cat(parts, dim=1)
+
+
+def _with_sink_row(states: torch.Tensor, dim: int) -> torch.Tensor:
+    """`states` with zeros for one key more, along `dim`."""
+    shape = list(states.shape)
+    shape[dim] = 1
+    return torch.cat([states, states.new_zeros(shape)], dim=dim)
+
+
 def _decode(
-    query: torch.Tensor, layer: int, kv_cache: KVCache, decodes: Decodes, scale: float
+    query: torch.Tensor,
+    layer: int,
+    kv_cache: KVCache,
+    decodes: Decodes,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[r, H, d]."""
     num_requests, num_heads, head_dim = query.shape
     keys, values = kv_cache.read(layer, decodes.blocks)
     num_kv_heads = keys.shape[1]
     shape = (num_requests, -1, num_kv_heads, head_dim)
+    keys, values, mask = keys.view(shape), values.view(shape), decodes.mask
+    if sinks is not None:
+        keys, values = _with_sink_row(keys, 1), _with_sink_row(values, 1)
+        scores = sinks.to(mask.dtype).view(1, num_kv_heads, -1, 1)
+        wide = (num_requests, *scores.shape[1:3], -1)
+        mask = torch.cat([mask.expand(wide), scores.expand(wide)], dim=-1)
     # The query heads of one KV head take the place of the query's tokens.
     attended = F.scaled_dot_product_attention(
         query.view(num_requests, num_kv_heads, num_heads // num_kv_heads, head_dim),
-        keys.view(shape).transpose(1, 2),
-        values.view(shape).transpose(1, 2),
-        attn_mask=decodes.mask,
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=mask,
         scale=scale,
     )
     return attended.reshape(query.shape)

@@ -41,6 +41,8 @@ class Attention:
     """To (H + 2 G) d."""
     output: Linear
     """From H d."""
+    sinks: torch.Tensor | None
+    """[H]."""
     query_key_norm: torch.Tensor | None
     """[H + G, d]: the query's weights for H heads, then the key's for G."""
 
@@ -68,7 +70,8 @@ class _Step:
     """What attention of all layers shares in one step, made once."""
 
     rotary_tables: Tables
-    plan: AttentionPlan
+    plans: tuple[AttentionPlan, AttentionPlan]
+    """Of layers that see the whole context, and of those that slide: the same where none does."""
     slots: torch.Tensor
     kv_cache: KVCache
 
@@ -144,7 +147,7 @@ class Decoder:
         eps, scale = features.rms_norm_eps, features.residual_scale
         step = _Step(
             features.rotary.tables(batch.positions, hidden.dtype),
-            plan_attention(batch, block_size, features.sliding_window, hidden.dtype),
+            self._plans(batch, block_size, hidden.dtype),
             batch.slot_mapping,
             kv_cache,
         )
@@ -161,6 +164,15 @@ class Decoder:
             hidden = hidden + _scaled(added, scale)
         wanted = rms_norm(hidden[batch.logits_indices], self._final_norm, eps)
         return _scaled(self._head(wanted).float(), 1 / features.logits_divisor)
+
+    def _plans(
+        self, batch: ForwardBatch, block_size: int, dtype: torch.dtype
+    ) -> tuple[AttentionPlan, AttentionPlan]:
+        window, slides = self._features.sliding_window, self._features.sliding_layers
+        sliding = plan_attention(batch, block_size, window, dtype)
+        if window is None or slides is None or all(slides):
+            return sliding, sliding
+        return plan_attention(batch, block_size, None, dtype), sliding
 
     def _attend(
         self,
@@ -185,8 +197,12 @@ class Decoder:
         if self._features.query_key_norm is QueryKeyNorm.HEAD_AFTER_ROTARY:
             rotated = self._query_key_norm(rotated, weights.query_key_norm)
         query, key = rotated[:, :heads], rotated[:, heads:]
+        slides = self._features.sliding_layers
+        plan = step.plans[slides is None or slides[index]]
         step.kv_cache.write(index, key, value, step.slots)
-        attended = paged_attention(query, index, step.kv_cache, step.plan, self._attention_scale)
+        attended = paged_attention(
+            query, index, step.kv_cache, plan, self._attention_scale, weights.sinks
+        )
         rows = attended.reshape(-1, heads * head_dim)
         return self._tensor_parallel.sum(weights.output(rows))
 

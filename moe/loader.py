@@ -46,6 +46,10 @@ class Source(Protocol):
         """Row `row` of the tensor `name` of `shape`, and no other byte of it."""
         ...
 
+    def is_plain(self, name: str) -> bool:
+        """Whether the tensor `name` is stored unquantised."""
+        ...
+
     def is_fp8(self, name: str) -> bool:
         """Whether the tensor `name` is stored in FP8 blocks."""
         ...
@@ -178,6 +182,9 @@ class Checkpoint:
         read = [self._header(name + part.suffix)[row] for part in self._parts(name, shape)]
         return self._plain(name, read, shape[1:])
 
+    def is_plain(self, name: str) -> bool:
+        return self.quantized_as(name) is None
+
     def is_fp8(self, name: str) -> bool:
         return isinstance(self.quantized_as(name), Fp8Block)
 
@@ -261,6 +268,9 @@ class Dummy:
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         return self.get(f"{name} {row}", shape[1:])
+
+    def is_plain(self, name: str) -> bool:
+        return True
 
     def is_fp8(self, name: str) -> bool:
         return False

@@ -93,6 +93,14 @@ def stack_fp8(parts: list[BlockScaled], per_slot: int, num_slots: int) -> BlockS
     return BlockScaled(stack([p.values for p in parts]), stack([p.scales for p in parts]))
 
 
+def _gate_and_up(rows: torch.Tensor, is_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """[I, ...] each, of `rows` [2I, ...]."""
+    if is_interleaved:
+        return rows[0::2], rows[1::2]
+    half = rows.shape[0] // 2
+    return rows[:half], rows[half:]
+
+
 class _Builder:
     def __init__(
         self,
@@ -197,6 +205,13 @@ class _Builder:
                 # Added once, not by each member.
                 bias if self._tensor_parallel.is_first else None,
             ),
+            sinks=(
+                source.get(f"{prefix}sinks", (query.whole // dim,))[
+                    query.start // dim : query.stop // dim
+                ]
+                if features.has_sinks
+                else None
+            ),
             query_key_norm=(
                 join_rows([norm_of(names.query_norm, query), norm_of(names.key_norm, kv)])
                 if features.query_key_norm is not QueryKeyNorm.NONE
@@ -253,7 +268,10 @@ class _Builder:
         correction = None
         if name_of_correction is not None:
             correction = self._source.get_float32(prefix + name_of_correction, num_experts)
-        return Router(weight, self._features.router, correction)
+        bias = None
+        if self._names.router_bias is not None:
+            bias = self._source.get(prefix + self._names.router_bias, (num_experts,))
+        return Router(weight, self._features.router, correction, bias)
 
     def _shared_experts(self, prefix: str) -> SharedExperts | None:
         size, names = self._features.shared_intermediate_size, self._names
@@ -288,11 +306,46 @@ class _Builder:
         if num_slots > len(own):
             gate_up[len(own) :].zero_()
             down[len(own) :].zero_()
-        if fused is not None:
-            self._fill_fused(prefix, fused, own, gate_up, down, shard)
-        else:
+        if fused is None:
             self._fill(prefix, own, gate_up, down, shard)
-        return ExpertWeights.plain(gate_up, down)
+            return ExpertWeights(
+                BlockScaled.plain(gate_up),
+                BlockScaled.plain(down),
+                activation=self._features.activation,
+            )
+        self._fill_fused(prefix, fused, own, gate_up, down, shard)
+        gate_up_bias, down_bias = self._expert_biases(prefix, fused, own, num_slots, shard)
+        return ExpertWeights(
+            BlockScaled.plain(gate_up),
+            BlockScaled.plain(down),
+            gate_up_bias,
+            down_bias,
+            self._features.activation,
+        )
+
+    def _expert_biases(
+        self, prefix: str, fused: FusedNames, own: tuple[int, ...], num_slots: int, shard: Shard
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """[num_slots, 2i] and [num_slots, D]; None where the family has none."""
+        if fused.gate_up_bias is None or fused.down_bias is None:
+            return None, None
+        source, num_experts = self._source, self._model.num_experts
+        dtype = getattr(torch, self._model.dtype)
+        gate_up = torch.zeros(num_slots, 2 * shard.size, dtype=dtype, device=source.device)
+        down = torch.zeros(num_slots, self._model.hidden_size, dtype=dtype, device=source.device)
+        shape, down_shape = (num_experts, 2 * shard.whole), (num_experts, down.shape[1])
+        # Added once where each rank holds a part of every expert.
+        adds_down = not self._placement.is_sharded or self._rank == 0
+        for local, expert in enumerate(own):
+            row = source.get_row(prefix + fused.gate_up_bias, shape, expert)
+            gate, up = _gate_and_up(row, fused.is_interleaved)
+            gate_up[local, : shard.size] = gate[shard.start : shard.stop]
+            gate_up[local, shard.size :] = up[shard.start : shard.stop]
+            if adds_down:
+                down[local] = source.get_row(prefix + fused.down_bias, down_shape, expert)
+        source.skip(prefix + fused.gate_up_bias)
+        source.skip(prefix + fused.down_bias)
+        return gate_up, down
 
     def _stays_fp8(self, prefix: str) -> bool:
         """Whether all own experts are stored in FP8 and can be computed with as they are."""
@@ -368,13 +421,20 @@ class _Builder:
         """The same from two tensors of all experts, of which only the own rows are read."""
         source, num_experts = self._source, self._model.num_experts
         hidden, taken = self._model.hidden_size, slice(shard.start, shard.stop)
+
+        def matrix(name: str, rows: int, columns: int, expert: int) -> torch.Tensor:
+            """[rows, columns], whichever way it lies in the files."""
+            if fused.is_transposed and source.is_plain(prefix + name):
+                shape = (num_experts, columns, rows)
+                return source.get_row(prefix + name, shape, expert).T
+            return source.get_row(prefix + name, (num_experts, rows, columns), expert)
+
         for local, expert in enumerate(own):
-            shape = (num_experts, 2 * shard.whole, hidden)
-            row = source.get_row(prefix + fused.gate_up, shape, expert)
-            gate_up[local, : shard.size] = row[: shard.whole][taken]
-            gate_up[local, shard.size :] = row[shard.whole :][taken]
-            shape = (num_experts, hidden, shard.whole)
-            down[local] = source.get_row(prefix + fused.down, shape, expert)[:, taken]
+            row = matrix(fused.gate_up, 2 * shard.whole, hidden, expert)
+            gate, up = _gate_and_up(row, fused.is_interleaved)
+            gate_up[local, : shard.size] = gate[taken]
+            gate_up[local, shard.size :] = up[taken]
+            down[local] = matrix(fused.down, hidden, shard.whole, expert)[:, taken]
         # A rank without experts asks for none of it.
         source.skip(prefix + fused.gate_up)
         source.skip(prefix + fused.down)

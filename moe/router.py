@@ -88,7 +88,9 @@ class Router:
     spec: RouterSpec
     correction: torch.Tensor | None = None
     """[E] float32, see `route`."""
+    bias: torch.Tensor | None = None
+    """[E], of the logits."""
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `route`, for `hidden` [n, D]."""
-        return route(F.linear(hidden, self.weight), self.spec, self.correction)
+        return route(F.linear(hidden, self.weight, self.bias), self.spec, self.correction)

@@ -52,6 +52,9 @@ class Survey:
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         return self._read(name, shape, tuple(shape[1:]))
 
+    def is_plain(self, name: str) -> bool:
+        return self._checkpoint.is_plain(name)
+
     def is_fp8(self, name: str) -> bool:
         return self._checkpoint.is_fp8(name)
 

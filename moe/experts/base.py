@@ -11,6 +11,33 @@ import torch.nn.functional as F
 
 from moed.dist.all2all.base import Dispatched
 from moed.moe.block_scaled import BlockScaled, WeightFormat
+from moed.moe.linear import Linear
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Between the two products; SwiGLU, as nearly all families have it, unless `limit` is set."""
+
+    limit: float | None = None
+    """gpt-oss: the gate is at most this, up is within plus and minus this, and 1 is added to it."""
+    steepness: float = 1.0
+    """Of the gate's sigmoid."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.limit is None and self.steepness == 1.0
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[n, I] for [n, 2I]: gate's columns, then up's."""
+        size = gate_up.shape[1] // 2
+        gate, up = gate_up[:, :size], gate_up[:, size:]
+        if self.limit is None:
+            return F.silu(gate).mul_(up)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(gate * self.steepness) * (up + 1)
+
+
+SWIGLU = Activation()
 
 
 @dataclass(frozen=True)
@@ -23,6 +50,26 @@ class ExpertWeights:
     """
     down: BlockScaled
     """[e, D, I]."""
+    gate_up_bias: torch.Tensor | None = None
+    """[e, 2I]."""
+    down_bias: torch.Tensor | None = None
+    """[e, D]."""
+    activation: Activation = SWIGLU
+
+    @property
+    def is_plain_swiglu(self) -> bool:
+        """Without biases, and with the common activation."""
+        return self.gate_up_bias is None and self.down_bias is None and self.activation.is_plain
+
+    def linears(self) -> tuple[list[Linear], list[Linear]]:
+        """Gate and up, and down, one by one for each expert."""
+
+        def made(weights: BlockScaled, bias: torch.Tensor | None) -> list[Linear]:
+            biases = [None] * len(weights.values) if bias is None else bias.unbind()
+            pairs = zip(weights.values.unbind(), biases, strict=True)
+            return [Linear(weight, own) for weight, own in pairs]
+
+        return made(self.gate_up, self.gate_up_bias), made(self.down, self.down_bias)
 
     @classmethod
     def plain(cls, gate_up: torch.Tensor, down: torch.Tensor) -> "ExpertWeights":
@@ -55,10 +102,4 @@ class Experts(Protocol):
 
 def swiglu(hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """down(silu(gate(x)) * up(x)) for `hidden` [n, D]."""
-    return F.linear(silu_and_multiply(F.linear(hidden, gate_up)), down)
-
-
-def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """[n, I] for [n, 2I]."""
-    size = gate_up.shape[1] // 2
-    return F.silu(gate_up[:, :size]).mul_(gate_up[:, size:])
+    return F.linear(SWIGLU(F.linear(hidden, gate_up)), down)

@@ -24,8 +24,10 @@ class _Choice:
     capability: tuple[int, int]
     """CUDA's compute capability, at least."""
 
-    def obstacle(self) -> str | None:
-        """Why it cannot run here, in words."""
+    def obstacle(self, weights: ExpertWeights | None = None) -> str | None:
+        """Why it cannot run here, or not with `weights`, in words."""
+        if self.needs_triton and weights is not None and not weights.is_plain_swiglu:
+            return "the Triton kernels know no biases of experts and no activation but SwiGLU"
         if self.needs_triton and importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
         if self.device_type == "cuda" and torch.cuda.is_available():
@@ -108,7 +110,7 @@ def make_experts(
     for choice in _CHOICES:
         if (choice.activation_format, choice.device_type, choice.weight_format) != wanted:
             continue
-        obstacle = choice.obstacle()
+        obstacle = choice.obstacle(weights)
         if obstacle is None:
             return choice.make(weights)
         obstacles.append(obstacle)

@@ -6,8 +6,7 @@ Legend: e local experts, C capacity per expert, D hidden, I intermediate size, p
 import torch
 
 from moed.dist.all2all.base import Dispatched
-from moed.moe.experts.base import ExpertWeights, silu_and_multiply
-from moed.moe.linear import Linear
+from moed.moe.experts.base import ExpertWeights
 
 
 class TorchBatchedExperts:
@@ -18,8 +17,8 @@ class TorchBatchedExperts:
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._gate_up = [Linear(weight, None) for weight in weights.gate_up.values.unbind()]
-        self._down = [Linear(weight, None) for weight in weights.down.values.unbind()]
+        self._gate_up, self._down = weights.linears()
+        self._activation = weights.activation
         self.rows_per_slot = torch.zeros(len(self._down), dtype=torch.int64)
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
@@ -45,6 +44,6 @@ class TorchBatchedExperts:
             for expert, size in zip(used, sizes, strict=True)
         ]
         # The activation once for all: for one row its call costs as much as the products.
-        active = silu_and_multiply(torch.cat(parts)).split_with_sizes(sizes)
+        active = self._activation(torch.cat(parts)).split_with_sizes(sizes)
         for part, expert, size in zip(active, used, sizes, strict=True):
             output[expert, :size] = self._down[expert](part)

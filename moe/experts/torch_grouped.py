@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moed.dist.all2all.base import Dispatched
-from moed.moe.experts.base import ExpertWeights, silu_and_multiply
+from moed.moe.experts.base import ExpertWeights
 
 
 class TorchGroupedExperts:
@@ -16,6 +16,9 @@ class TorchGroupedExperts:
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
+        self._gate_up_bias = _with_zeros(weights.gate_up_bias)
+        self._down_bias = _with_zeros(weights.down_bias)
+        self._activation = weights.activation
         self._gate_up = weights.gate_up.values.transpose(1, 2)
         self._down = weights.down.values.transpose(1, 2)
         self.rows_per_slot = torch.zeros(
@@ -36,8 +39,12 @@ class TorchGroupedExperts:
         ends = torch.searchsorted(keys, experts, right=True, out_int32=True)
         self.rows_per_slot += ends.diff(prepend=ends.new_zeros(1))
         rows = torch.div(pairs, ids.shape[1], rounding_mode="floor")
-        active = silu_and_multiply(F.grouped_mm(hidden[rows], self._gate_up, offs=ends))
-        results = F.grouped_mm(active, self._down, offs=ends)
+        product = F.grouped_mm(hidden[rows], self._gate_up, offs=ends)
+        if self._gate_up_bias is not None:
+            product = product + self._gate_up_bias[keys]
+        results = F.grouped_mm(self._activation(product), self._down, offs=ends)
+        if self._down_bias is not None:
+            results = results + self._down_bias[keys]
         # Back in the order of pairs, so that a sum, unlike scattered additions, has one order.
         by_pair = torch.empty_like(results).index_copy_(0, pairs, results)
         # Rows beyond the last group are not computed, and may hold NaN.
@@ -45,3 +52,8 @@ class TorchGroupedExperts:
         if apply_weights:
             choices = choices * weights[..., None]
         return choices.sum(dim=1).to(hidden.dtype)
+
+
+def _with_zeros(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """[e + 1, N]: a row more, for pairs of other ranks."""
+    return None if bias is None else F.pad(bias, (0, 0, 0, 1))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from moed.dist.all2all.base import Dispatched
-from moed.moe.experts.base import ExpertWeights, silu_and_multiply
+from moed.moe.experts.base import ExpertWeights
 from moed.moe.linear import Linear
 
 
@@ -20,8 +20,8 @@ class TorchExperts:
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._gate_up = [Linear(weight, None) for weight in weights.gate_up.values.unbind()]
-        self._down = [Linear(weight, None) for weight in weights.down.values.unbind()]
+        self._gate_up, self._down = weights.linears()
+        self._activation = weights.activation
         self.rows_per_slot = torch.zeros(len(self._down), dtype=torch.int64)
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
@@ -55,4 +55,4 @@ class TorchExperts:
             return torch.cat([weights[expert](part) for part, expert in parts])
 
         # The activation once for all: for one row its call costs as much as the products.
-        return multiply(silu_and_multiply(multiply(hidden, self._gate_up)), self._down)
+        return multiply(self._activation(multiply(hidden, self._gate_up)), self._down)

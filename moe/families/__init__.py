@@ -20,6 +20,7 @@ from moed.config.quantization import SERVED_FORMATS
 from moed.moe.families.ernie import ERNIE
 from moed.moe.families.features import DecoderFeatures, Family, FusedNames, Names, QueryKeyNorm
 from moed.moe.families.glm import DOTS1, GLM4_MOE
+from moed.moe.families.gpt_oss import GPT_OSS
 from moed.moe.families.granite import GRANITE_MOE, GRANITE_MOE_SHARED
 from moed.moe.families.hunyuan import HUNYUAN
 from moed.moe.families.mixtral import MINIMAX_M2, MIXTRAL
@@ -42,6 +43,7 @@ FAMILIES = {
     "dots1": DOTS1,
     "ernie4_5_moe": ERNIE,
     "glm4_moe": GLM4_MOE,
+    "gpt_oss": GPT_OSS,
     "granitemoe": GRANITE_MOE,
     "granitemoeshared": GRANITE_MOE_SHARED,
     "hunyuan_v1_moe": HUNYUAN,

@@ -8,6 +8,7 @@ from typing import Any
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
 from moed.config.weight_bytes import moe_layers, shared_intermediate_size
+from moed.moe.experts import SWIGLU, Activation
 from moed.moe.rotary import Rotary, make_rotary
 from moed.moe.router import RouterSpec
 
@@ -41,6 +42,12 @@ class DecoderFeatures:
     """Of Q, K and V."""
     attention_output_bias: bool = False
     sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] | None = None
+    """By layer: whether it slides; None: all do, where there is a window."""
+    has_sinks: bool = False
+    """Each head's softmax has one score more, which is learned and weighs nothing."""
+    activation: Activation = SWIGLU
+    """Of the routed experts."""
     attention_limit: float | None = None
     """Q, K and V are cut off at this size."""
     attention_scale: float | None = None
@@ -59,6 +66,7 @@ class Names:
     gate: str = "mlp.experts.{e}.gate_proj.weight"
     up: str = "mlp.experts.{e}.up_proj.weight"
     down: str = "mlp.experts.{e}.down_proj.weight"
+    router_bias: str | None = None
     correction: str | None = None
     """Of the router's choice, as many numbers as experts."""
     shared: str | None = None
@@ -83,6 +91,14 @@ class FusedNames:
     down: str = "mlp.experts.down_proj"
     correction: str | None = None
     """None: as in `Names`."""
+    gate_up_bias: str | None = None
+    """[E, 2I]."""
+    down_bias: str | None = None
+    """[E, D]."""
+    is_interleaved: bool = False
+    """Rows of gate and up take turns."""
+    is_transposed: bool = False
+    """[E, D, 2I] and [E, I, D], unless the numbers are quantised."""
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,23 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         },
         "num_mtp_layers": 0,
     },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "sliding_window": 8,
+        "attention_bias": True,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
     "dots1": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
@@ -160,7 +177,7 @@ def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: A
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
         # Of the same size as differences between scores, so that they decide some choices.
         for name, buffer in model.named_buffers():
