@@ -157,7 +157,10 @@ def _prefill_with_sinks(
         mask = _mask(positions, prefill.context, None, query.dtype)
     keys, values = _with_sink_row(keys, 0), _with_sink_row(values, 0)
     parts = []
-    groups = zip(query.chunk(num_kv_heads, dim=1), sinks.chunk(num_kv_heads), strict=True)
+    size = query.shape[1] // num_kv_heads
+    groups = zip(
+        query.split_with_sizes([size] * num_kv_heads, dim=1), sinks.view(-1, size), strict=True
+    )
     for head, (own, own_sinks) in enumerate(groups):
         shape = (len(own_sinks), num_tokens, 1)
         scores = own_sinks.to(mask.dtype)[:, None, None].expand(shape)

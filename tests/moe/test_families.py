@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from moed.config.errors import ModelError
 from moed.config.model import SERVED_MODEL_TYPES
 from moed.config.weight_bytes import moe_layers, weight_bytes
+from moed.moe.dequantize import dequantize_mxfp4
 from moed.moe.families import FAMILIES
 from tests.moe.checkpoints import make_checkpoint, make_model, prompt, true_greedy, true_logits
 from tests.moe.harness import Stepper, engine_config, load, one_rank
+from tests.moe.quantized import to_mxfp4
 
 TOLERANCE = 1e-4
 PIECE = 64
@@ -203,3 +205,28 @@ def test_the_table_of_families() -> None:
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert all(name in shown and family.description in shown for name, family in FAMILIES.items())
     assert "mxfp4" in shown and "longrope" in shown
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: pathlib.Path) -> None:
+    """Experts in MXFP4, whose matrices lie the other way round than plain ones."""
+    truth = make_checkpoint("gpt_oss", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor.clone()
+            continue
+        parts = [to_mxfp4(matrix.T) for matrix in tensor]
+        whole = {suffix: torch.stack([part[suffix] for part in parts]) for suffix in parts[0]}
+        stored |= {name + suffix: part for suffix, part in whole.items()}
+        rounded = dequantize_mxfp4(*whole.values()).transpose(1, 2)
+        assert (rounded - tensor).abs().max() > 1e-3
+        with torch.no_grad():
+            truth.get_parameter(name).copy_(rounded)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    tokens = prompt(40, seed=9)
+    found = in_pieces(stepper_of(tmp_path), tokens, 17)
+    torch.testing.assert_close(found, true_logits(truth, tokens), rtol=0, atol=TOLERANCE)

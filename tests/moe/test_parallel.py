@@ -100,9 +100,10 @@ CASES = [
     ("qwen3_moe", 3, 2),
     ("mixtral", 1, 2),
     ("glm4_moe", 8, 2),
+    ("gpt_oss", 6, 2),
 ]
 # Emulated, and slower: the odd ones.
-DEEP_EP_CASES = [("mixtral", 8, 2), ("qwen3_moe", 8, 3), ("mixtral", 1, 2)]
+DEEP_EP_CASES = [("mixtral", 8, 2), ("gpt_oss", 6, 2), ("qwen3_moe", 8, 3), ("mixtral", 1, 2)]
 
 
 @pytest.mark.parametrize(
