@@ -41,7 +41,7 @@ class Engine:
         self._config = config
         self._groups = groups
         self._channel = channel
-        self._device = torch.device(groups.device_type)
+        self._device = groups.compute_device
         self._faults = Faults(config.fault_injection, groups.rank)
         self._backend: All2AllBackend | None = None
         self._loop: EngineLoop | MemberLoop | None = None
