@@ -42,10 +42,12 @@ class BackendCapabilities:
     """
     collectives_per_layer: int
     """`torch.distributed` calls of one dispatch plus one combine: the same on every rank and for
-    any rows.
+    any rows. (In a graph, where all ranks have as many rows, all2allv makes one less.)
     """
     graph_safe: bool
-    """No host synchronisation inside, so that a CUDA graph may hold it."""
+    """No host synchronisation inside once all ranks have as many rows, so that a CUDA graph may
+    hold it.
+    """
     hidden_sizes: frozenset[int] | None = None
     """Hidden sizes it supports; None means any."""
     max_top_k: int | None = None

@@ -33,6 +33,8 @@ class ParallelConfig:
     """CPU threads of each rank: the node's cores divided by its ranks, unless set."""
     distributed_timeout_s: float
     """Bound on any one collective."""
+    agreement_backend: str
+    """"nccl" or "gloo": what carries the records of each step's agreement."""
     expert_placement: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     """From `--expert-placement`: by decoder layer and rank, the experts there; None: linear."""
 
@@ -196,6 +198,16 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class RunnerConfig:
+    """How a rank executes its steps."""
+
+    attention_backend: str
+    """"torch", "flashinfer", or "auto": on GPUs the latter where it is installed."""
+    graph_buckets: tuple[int, ...]
+    """Rows of the graphs that decode steps replay, none above B; empty: all steps are eager."""
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """The HTTP front end and the manners of the processes."""
 
@@ -224,6 +236,7 @@ class EngineConfig:
     parallel: ParallelConfig
     scheduler: SchedulerConfig
     cache: CacheConfig
+    runner: RunnerConfig
     server: ServerConfig
     fault_injection: str | None = None
     """Faults that tests ask for (`MOED_FAULT_INJECTION`); None in any real use."""
@@ -270,6 +283,8 @@ class EngineConfig:
             "enable_expert_parallel": self.parallel.enable_expert_parallel,
             "expert_placement": self.parallel.placement_digest,
             "device": self.parallel.device,
+            "agreement_backend": self.parallel.agreement_backend,
+            "graph_buckets": self.runner.graph_buckets,
             "model": self.model.model,
             "revision": self.model.revision,
         }

@@ -15,10 +15,12 @@ from moed.config.engine_config import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    RunnerConfig,
     SchedulerConfig,
     ServerConfig,
 )
 from moed.config.errors import ConfigError
+from moed.config.graphs import graph_buckets
 from moed.config.hub import fetch
 from moed.config.machine import Machine
 from moed.config.model import BUNDLED_NAME, bundled_checkpoint, load_model_config
@@ -97,6 +99,7 @@ def assemble(
         parallel=parallel,
         scheduler=scheduler,
         cache=cache,
+        runner=_runner(settings, parallel, min(num_seqs, budget_tokens)),
         server=server,
         fault_injection=settings.fault_injection,
     )
@@ -142,6 +145,7 @@ def _parallel(
         device=device,
         num_threads=num_threads,
         distributed_timeout_s=settings.distributed_timeout,
+        agreement_backend=_agreement_backend(settings, device, decided),
     )
 
 
@@ -207,6 +211,33 @@ def _backend(
             f"{device!r}{instead}"
         )
     return backend
+
+
+def _agreement_backend(settings: ServeSettings, device: str, decided: Decided) -> str:
+    name = settings.agreement_backend
+    if name == "auto":
+        name = "nccl" if device == "cuda" else "gloo"
+        decided["agreement_backend"] = (name, f"device is {device}")
+    if name == "nccl" and device == "cpu":
+        raise ConfigError(
+            "agreement_backend is 'nccl', which needs GPUs, and device is 'cpu'; take "
+            "--agreement-backend gloo, or auto"
+        )
+    return name
+
+
+def _runner(settings: ServeSettings, parallel: ParallelConfig, max_num_rows: int) -> RunnerConfig:
+    attention, on_gpu = settings.attention_backend, parallel.device == "cuda"
+    if attention == "flashinfer" and not on_gpu:
+        raise ConfigError(
+            "attention_backend is 'flashinfer', which needs a GPU, and device is 'cpu'; take "
+            "--attention-backend torch, or auto"
+        )
+    replays = on_gpu and parallel.backend.graph_safe and not settings.enforce_eager
+    return RunnerConfig(
+        attention_backend=attention if on_gpu else "torch",
+        graph_buckets=graph_buckets(max_num_rows) if replays else (),
+    )
 
 
 def _plural(count: int, word: str) -> str:

@@ -118,6 +118,19 @@ class ServeSettings:
         common=True,
         choices=("auto", "cpu", "cuda"),
     )
+    agreement_backend: str = option(
+        "auto",
+        "what carries the ranks' agreement before each step; auto: nccl on GPUs, gloo on CPUs",
+        group=PARALLEL,
+        choices=("auto", "nccl", "gloo"),
+    )
+    attention_backend: str = option(
+        "auto",
+        "auto: flashinfer on GPUs where it is installed, else torch",
+        group=PARALLEL,
+        choices=("auto", "flashinfer", "torch"),
+        synonyms={"sdpa": "torch"},
+    )
     num_threads: int | None = option(
         None,
         "CPU threads of each rank; auto (or 0): available cores divided by local ranks",
@@ -149,6 +162,9 @@ class ServeSettings:
         common=True,
         minimum=1,
         shown_default="256, or B where that is smaller",
+    )
+    enforce_eager: bool = option(
+        False, "on GPUs, launch decode steps anew instead of replaying graphs", group=SCHEDULING
     )
     enable_chunked_prefill: bool = option(True, "split long prompts over steps", group=SCHEDULING)
     max_num_queued_requests: int = option(

@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from moed.config.engine_config import ParallelConfig
 from moed.config.errors import PeerLost, RankMismatch
+from moed.config.graphs import EAGER, GraphShape
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups, collective_errors
+from moed.dist.record_exchange import RecordExchange, make_exchange
 
 
 class RankState(IntEnum):
@@ -33,14 +35,14 @@ class RankState(IntEnum):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One rank's entry in the step's gather: six int64."""
+    """One rank's entry in the step's gather: seven int64."""
 
     step_id: int
     num_tokens: int
     state: RankState
     wake_number: int
-    graph_bucket: int
-    """Rows of the CUDA graph that this rank could replay; 0 for eager."""
+    graph: GraphShape
+    """The CUDA graph that this rank could replay, or `EAGER`."""
     config_digest: int
 
     def to_ints(self) -> list[int]:
@@ -49,17 +51,19 @@ class StepRecord:
             self.num_tokens,
             int(self.state),
             self.wake_number,
-            self.graph_bucket,
+            self.graph.num_rows,
+            self.graph.num_blocks,
             self.config_digest,
         ]
 
     @classmethod
     def from_ints(cls, values: Sequence[int]) -> "StepRecord":
-        step_id, num_tokens, state, wake_number, graph_bucket, config_digest = values
-        return cls(step_id, num_tokens, RankState(state), wake_number, graph_bucket, config_digest)
+        step_id, num_tokens, state, wake_number, num_rows, num_blocks, config_digest = values
+        graph = GraphShape(num_rows, num_blocks)
+        return cls(step_id, num_tokens, RankState(state), wake_number, graph, config_digest)
 
 
-NUM_FIELDS = 6
+NUM_FIELDS = 7
 
 
 class DecisionKind(Enum):
@@ -73,9 +77,10 @@ class Decision:
     """What all ranks do next."""
 
     kind: DecisionKind
-    graph_bucket: int = 0
-    """The bucket that every rank replays, 0 for eager: the largest asked for, unless any rank runs
-    more than it holds or none."""
+    graph: GraphShape = EAGER
+    """What the graph that every rank replays must hold: the most rows and the widest tables of all
+    ranks with tokens, `EAGER` when one of them cannot replay any or none has tokens.
+    """
 
 
 def decide(records: Sequence[StepRecord], tensor_parallel_size: int) -> Decision:
@@ -103,8 +108,16 @@ def decide(records: Sequence[StepRecord], tensor_parallel_size: int) -> Decision
     is_idle = all(record.state is RankState.IDLE and record.num_tokens == 0 for record in records)
     if is_idle and len({record.wake_number for record in records}) == 1:
         return Decision(DecisionKind.SLEEP)
-    buckets = [record.graph_bucket for record in records if record.num_tokens]
-    return Decision(DecisionKind.RUN, max(buckets) if buckets and all(buckets) else 0)
+    return Decision(DecisionKind.RUN, _graph(records))
+
+
+def _graph(records: Sequence[StepRecord]) -> GraphShape:
+    shapes = [record.graph for record in records if record.num_tokens]
+    if not shapes or EAGER in shapes:
+        return EAGER
+    return GraphShape(
+        max(shape.num_rows for shape in shapes), max(shape.num_blocks for shape in shapes)
+    )
 
 
 def _check_members(records: Sequence[StepRecord], tensor_parallel_size: int) -> None:
@@ -128,20 +141,15 @@ class Agreed:
 
 
 class Agreement:
-    """Holds the buffers of the gather, so that a step allocates nothing for it."""
+    """Called at one fixed place of the loop; its communicator carries nothing else on GPUs."""
 
     def __init__(self, groups: Groups, parallel: ParallelConfig, config_digest: int) -> None:
         self._groups = groups
         self._parallel = parallel
         self._config_digest = config_digest
-        on_gpu = groups.device_type == "cuda"
-        shape = (groups.world_size, NUM_FIELDS)
-        self._own = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
-        """The own record, once for each receiver."""
-        self._own_fields = self._own.numpy()
-        device = torch.device(groups.device_type)
-        self._own_on_device = torch.zeros_like(self._own, device=device) if on_gpu else self._own
-        self._all = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._exchange: RecordExchange | None = None
+        if groups.world_size > 1:
+            self._exchange = make_exchange(groups, parallel.agreement_backend, NUM_FIELDS)
 
     def agree(
         self,
@@ -149,10 +157,10 @@ class Agreement:
         num_tokens: int,
         state: RankState,
         wake_number: int,
-        graph_bucket: int = 0,
+        graph: GraphShape = EAGER,
     ) -> Agreed:
         """Collective, once per step. Raises `RankMismatch` or `PeerLost`, on every rank alike."""
-        own = StepRecord(step_id, num_tokens, state, wake_number, graph_bucket, self._config_digest)
+        own = StepRecord(step_id, num_tokens, state, wake_number, graph, self._config_digest)
         records = self._gather(own)
         decision = decide(records, self._parallel.tensor_parallel_size)
         # The first member speaks for its DP rank; `decide` has seen that the others say the same.
@@ -164,15 +172,10 @@ class Agreement:
         return Agreed(decision, dp_metadata, records)
 
     def _gather(self, own: StepRecord) -> tuple[StepRecord, ...]:
-        if self._groups.world_size == 1:
+        if self._exchange is None:
             return (own,)
-        self._own_fields[:] = own.to_ints()
         with collective_errors(f"agreement of step {own.step_id}"):
-            if self._own_on_device is not self._own:
-                self._own_on_device.copy_(self._own, non_blocking=True)
-            # An all-gather; gloo does it a third faster as an all-to-all.
-            dist.all_to_all_single(self._all, self._own_on_device, group=self._groups.agreement)
-            rows = self._all.tolist()
+            rows = self._exchange.exchange(own.to_ints())
         return tuple(StepRecord.from_ints(row) for row in rows)
 
 

@@ -25,6 +25,10 @@ class DPMetadata:
     rank: int
     """DP rank."""
     step_id: int
+    padding: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    """[own rows] bool, on the device: true for rows that only fill up a graph's bucket, of which
+    each rank then has as many rows as it holds. None: the sizes are those of the tokens.
+    """
     _scope: _SizeScope = field(default_factory=_SizeScope, repr=False, compare=False)
 
     @classmethod
@@ -52,6 +56,16 @@ class DPMetadata:
                 f"rank {rank} runs {num_tokens} tokens in step {step_id} but announced {own}"
             )
         return cls(num_tokens_across_dp_cpu, rank, step_id)
+
+    @classmethod
+    def of_graph(
+        cls, parallel_config: ParallelConfig, num_rows: int, padding: torch.Tensor, *, rank: int
+    ) -> "DPMetadata":
+        """For a graph of `num_rows` on each rank, of which `padding` [num_rows] tells at each
+        replay how many are real.
+        """
+        sizes = torch.full((parallel_config.data_parallel_size,), num_rows, dtype=torch.int32)
+        return cls(sizes, rank, -1, padding)
 
     @property
     def local_sizes(self) -> list[int]:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from moed.config.engine_config import ParallelConfig
 from moed.config.environ import set_default
-from moed.config.errors import PeerLost
+from moed.config.errors import ConfigError, PeerLost
 from moed.dist.launch import LaunchEnvironment
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,11 @@ class Groups:
         self.data_parallel_rank = environment.rank // tensor_size
         self._is_closed = False
 
+    @property
+    def compute_device(self) -> torch.device:
+        """Where this rank's tensors live: the GPU of its local rank, or the CPU."""
+        return device_of(self.device_type, self.local_rank)
+
     def close(self) -> None:
         """Leave the group, within `CLOSE_S`: a peer that is gone must not hold this rank. Safe to
         call twice.
@@ -83,21 +88,52 @@ def _destroy() -> None:
         logger.warning("the process group did not close cleanly: %s", error)
 
 
+def device_of(device_type: str, local_rank: int) -> torch.device:
+    """The device of a rank."""
+    return torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+
+
+def take_gpu(environment: LaunchEnvironment) -> torch.device:
+    """Make the GPU of the local rank this process's current one, before anything is allocated.
+
+    Raises `ConfigError` when this torch has no CUDA, or the node fewer GPUs than ranks.
+    """
+    local_rank, wanted = environment.local_rank, environment.local_world_size
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"device is 'cuda', and the installed torch {torch.__version__} is built for CPUs; "
+            "install a build with CUDA, or take --device cpu"
+        )
+    found = torch.cuda.device_count()
+    if found < wanted:
+        raise ConfigError(
+            f"{wanted} ranks on this node need a GPU each, and torch finds {found} (see "
+            f"CUDA_VISIBLE_DEVICES); start at most {found} here (--data-parallel-size x "
+            "--tensor-parallel-size, or torchrun's --nproc-per-node), or take --device cpu"
+        )
+    device = device_of("cuda", local_rank)
+    # What was allocated before would lie on the first GPU, for every rank.
+    is_clean = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    assert is_clean or torch.cuda.current_device() == local_rank
+    torch.cuda.set_device(device)
+    return device
+
+
 def init_groups(
     environment: LaunchEnvironment, parallel: ParallelConfig, listen_fd: int | None
 ) -> Groups:
     """Meet the other ranks. Collective.
 
     `listen_fd`: on rank 0 of our own launcher, the bound socket of the store; else None. Raises
-    `PeerLost` when the others do not come within `parallel.distributed_timeout_s`.
+    `PeerLost` when the others do not come within `parallel.distributed_timeout_s`, `ConfigError`
+    where there is no GPU for this rank.
     """
     timeout = datetime.timedelta(seconds=parallel.distributed_timeout_s)
     if environment.is_single_node:
         # Otherwise gloo resolves the host's name, which may lead anywhere, and listens there.
         set_default("GLOO_SOCKET_IFNAME", _loopback_name())
     on_gpu = parallel.device == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(environment.local_rank)
+    device = take_gpu(environment) if on_gpu else None
     with collective_errors("rendezvous"):
         if environment.launcher == "torchrun":
             store = None  # the agent's, which the env:// method finds
@@ -117,12 +153,15 @@ def init_groups(
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,
-            device_id=torch.device("cuda", environment.local_rank) if on_gpu else None,
+            # NCCL then connects here, where it can fail with words, and on this GPU.
+            device_id=device,
         )
         world = dist.group.WORLD
         assert world is not None
-        # A second communicator, so that the agreement never waits behind the model's collectives.
-        agreement = dist.new_group(timeout=timeout, backend="nccl") if on_gpu else world
+        agreement = world
+        if on_gpu:
+            # A second communicator: the agreement never waits behind the model's collectives.
+            agreement = dist.new_group(timeout=timeout, backend=parallel.agreement_backend)
         tensor = _tensor_group(environment.rank, parallel, timeout)
     size = parallel.tensor_parallel_size
     return Groups(environment, parallel.device, world, world, agreement, tensor, size)

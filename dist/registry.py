@@ -37,7 +37,7 @@ _DECLARATIONS = (
         requires_expert_parallel=True,
         applies_router_weights=False,
         collectives_per_layer=2,
-        graph_safe=False,
+        graph_safe=True,
         can_shard_experts=True,
         description="every rank sees the rows of all ranks; ragged sizes, no padding",
     ),
@@ -48,7 +48,7 @@ _DECLARATIONS = (
         requires_expert_parallel=True,
         applies_router_weights=False,
         collectives_per_layer=3,
-        graph_safe=False,
+        graph_safe=True,
         description="a row travels once to each rank that holds one of its experts",
     ),
     BackendCapabilities(

@@ -71,7 +71,7 @@ class FusedMoE:
     def _routed(self, own: torch.Tensor, num_rows: int, dp_metadata: DPMetadata) -> torch.Tensor:
         """[c, D]: the chosen experts' part, for `own` [c, D] of the rank's `num_rows`."""
         weights, ids = self._router.route(own)
-        self._drop_fill(ids, num_rows)
+        self._drop_fill(ids, num_rows, dp_metadata.padding)
         # Exactly one place applies the weights: here, the experts, or the backend's combine.
         if self._router.spec.weighs_input:
             own, weights = own * weights.to(own.dtype), torch.ones_like(weights)
@@ -80,9 +80,13 @@ class FusedMoE:
         output = self._experts(dispatched, not (by_backend or self._router.spec.weighs_input))
         return self._backend.combine(output, dispatched)
 
-    def _drop_fill(self, ids: torch.Tensor, num_rows: int) -> None:
-        """Rows that only fill up a member's share go to no expert. In place."""
+    def _drop_fill(self, ids: torch.Tensor, num_rows: int, padding: torch.Tensor | None) -> None:
+        """Rows that only fill up a member's share, or a graph's bucket (`padding` [num_rows] bool),
+        go to no expert. In place.
+        """
         tensor_parallel = self._tensor_parallel
+        if padding is not None:
+            ids.masked_fill_(tensor_parallel.share(padding, True)[:, None], -1)
         num_own = num_rows - tensor_parallel.rank * ids.shape[0]
         if num_own < ids.shape[0]:
             ids[max(num_own, 0) :] = -1

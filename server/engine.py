@@ -7,6 +7,7 @@ import torch
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ModelError
+from moed.config.graphs import graph_shapes
 from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
@@ -19,10 +20,13 @@ from moed.server.engine_loop import Channel, EngineLoop
 from moed.server.expert_reports import ExpertReports
 from moed.server.faults import Faults
 from moed.server.grammar_masks import NO_MASKS, GrammarMasks
+from moed.server.graph_inputs import GraphInputs
+from moed.server.graph_runner import GraphRunner
+from moed.server.graphs import recorder_for
 from moed.server.kv_sizing import MIB, decide_max_model_len, own_num_blocks
 from moed.server.member_loop import MemberLoop, run_warm_up
 from moed.server.messages import AddRequest, RankProgress, RankReady, SamplingParams
-from moed.server.model_runner import ModelRunner
+from moed.server.model_runner import ModelRunner, Runner
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler
 from moed.server.step_plan import StepPlan, StepPlans
@@ -41,7 +45,7 @@ class Engine:
         self._config = config
         self._groups = groups
         self._channel = channel
-        self._device = torch.device(groups.device_type)
+        self._device = groups.compute_device
         self._faults = Faults(config.fault_injection, groups.rank)
         self._backend: All2AllBackend | None = None
         self._loop: EngineLoop | MemberLoop | None = None
@@ -59,17 +63,20 @@ class Engine:
         kv_started = time.monotonic()
         kv_cache, blocks, max_model_len = self._size_kv_cache()
         block_size = self._config.cache.block_size
-        runner = ModelRunner(model, kv_cache, block_size, self._device)
+        eager = ModelRunner(model, kv_cache, block_size, self._device)
         agreement = Agreement(self._groups, self._config.parallel, self._config.digest())
         self._progress("warming up")
         reports = ExpertReports(self._groups.rank, model, self._channel.send)
         if self._groups.tensor_rank:
-            run_warm_up(self._plans, runner, agreement)
+            run_warm_up(self._plans, eager, agreement)
+        else:
+            self._warm_up(eager, agreement, blocks, max_model_len)
+        runner = self._with_graphs(eager, blocks, max_model_len)
+        if self._groups.tensor_rank:
             self._loop = MemberLoop(
                 self._plans, runner, agreement, self._channel, self._faults, reports
             )
         else:
-            self._warm_up(runner, agreement, blocks, max_model_len)
             self._loop = EngineLoop(
                 rank=self._groups.data_parallel_rank,
                 scheduler=self._scheduler(blocks, max_model_len),
@@ -141,7 +148,9 @@ class Engine:
             "" if num_blocks == own else f", the least of all ranks, not {own}",
             max_model_len,
         )
-        kv_cache = KVCache(config.model, kv_heads, num_blocks, block_size, dtype, self._device)
+        # One more block than requests may hold, where graphs put what only fills them up.
+        num_made = num_blocks + bool(config.runner.graph_buckets)
+        kv_cache = KVCache(config.model, kv_heads, num_made, block_size, dtype, self._device)
         return kv_cache, BlockManager(num_blocks, block_size), max_model_len
 
     def _scheduler(self, blocks: BlockManager, max_model_len: int) -> Scheduler:
@@ -169,10 +178,23 @@ class Engine:
         batch = runner.batch(schedule)
         self._plans.send(StepPlan(WARM_UP_STEP_ID, RankState.WORKING, batch))
         agreed = agreement.agree(WARM_UP_STEP_ID, schedule.num_tokens, RankState.WORKING, 0)
-        logits = runner.run(batch, agreed.dp_metadata)
+        logits = runner.run(batch, agreed.dp_metadata, agreed.decision.graph)
         (output,) = scheduler.update(schedule, sample(schedule, logits, NO_MASKS))
         if output.error is not None:
             raise ModelError(f"the warm-up step failed: {output.error}")
+
+    def _with_graphs(self, eager: ModelRunner, blocks: BlockManager, max_model_len: int) -> Runner:
+        """The runner of all steps; records the graphs, if there are to be any. Collective."""
+        config = self._config
+        buckets = config.runner.graph_buckets
+        if not buckets:
+            return eager
+        self._progress("recording graphs")
+        block_size = config.cache.block_size
+        shapes = graph_shapes(buckets, max_model_len, block_size, copies_context=True)
+        inputs = GraphInputs(shapes, block_size, blocks.num_blocks, self._device)
+        recorder, rank = recorder_for(self._device), self._groups.data_parallel_rank
+        return GraphRunner(eager, shapes, inputs, recorder, config.parallel, rank)
 
     def _progress(self, phase: str) -> None:
         logger.debug("%s", phase)

@@ -19,7 +19,7 @@ from moed.server.messages import (
     TokenOutput,
     Wake,
 )
-from moed.server.model_runner import ModelRunner
+from moed.server.model_runner import Runner
 from moed.server.routed_experts import keep_routed_experts
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler, refuse
@@ -50,7 +50,7 @@ class EngineLoop:
         rank: int,
         scheduler: Scheduler,
         blocks: BlockManager,
-        runner: ModelRunner,
+        runner: Runner,
         plans: StepPlans,
         agreement: Agreement,
         channel: Channel,
@@ -89,7 +89,10 @@ class EngineLoop:
         schedule, state = self._scheduler.schedule(), self._state
         batch = self._runner.batch(schedule)
         self._plans.send(StepPlan(self._step_id, state, batch))
-        agreed = self._agreement.agree(self._step_id, schedule.num_tokens, state, self._wake_number)
+        graph = self._runner.graph_for(batch)
+        agreed = self._agreement.agree(
+            self._step_id, schedule.num_tokens, state, self._wake_number, graph
+        )
         self._step_id += 1
         match agreed.decision.kind:
             case DecisionKind.STOP:
@@ -99,7 +102,7 @@ class EngineLoop:
                 self._sleep()
                 return True
         pending = self._grammars.start(schedule)
-        logits = self._runner.run(batch, agreed.dp_metadata)
+        logits = self._runner.run(batch, agreed.dp_metadata, agreed.decision.graph)
         if batch.routed_experts is not None:
             keep_routed_experts(schedule, batch.routed_experts)
         masks = NO_MASKS if pending is None else pending.result()

@@ -9,7 +9,7 @@ from moed.server.engine_loop import SLEEP_WAIT_S, Channel
 from moed.server.expert_reports import ExpertReports
 from moed.server.faults import Faults
 from moed.server.messages import Wake
-from moed.server.model_runner import ModelRunner
+from moed.server.model_runner import Runner
 from moed.server.step_plan import StepPlan, StepPlans
 
 
@@ -19,7 +19,7 @@ class MemberLoop:
     def __init__(
         self,
         plans: StepPlans,
-        runner: ModelRunner,
+        runner: Runner,
         agreement: Agreement,
         channel: Channel,
         faults: Faults,
@@ -44,8 +44,9 @@ class MemberLoop:
         # After the plan: what woke the first member has been sent to this one too by then.
         self._receive()
         self._faults.on_step(plan.step_id)
+        graph = self._runner.graph_for(plan.batch)
         agreed = self._agreement.agree(
-            plan.step_id, plan.batch.num_tokens, plan.state, self._wake_number
+            plan.step_id, plan.batch.num_tokens, plan.state, self._wake_number, graph
         )
         match agreed.decision.kind:
             case DecisionKind.STOP:
@@ -53,7 +54,7 @@ class MemberLoop:
             case DecisionKind.SLEEP:
                 self._sleep()
             case DecisionKind.RUN:
-                self._runner.run(plan.batch, agreed.dp_metadata)
+                self._runner.run(plan.batch, agreed.dp_metadata, agreed.decision.graph)
                 self._expert_reports.after_step()
         return True
 
@@ -72,8 +73,8 @@ class MemberLoop:
                 self._wake_number = max(self._wake_number, message.number)
 
 
-def run_warm_up(plans: StepPlans, runner: ModelRunner, agreement: Agreement) -> torch.Tensor:
+def run_warm_up(plans: StepPlans, runner: Runner, agreement: Agreement) -> torch.Tensor:
     """The member's part of the first step."""
     plan: StepPlan = plans.receive()
     agreed = agreement.agree(plan.step_id, plan.batch.num_tokens, plan.state, 0)
-    return runner.run(plan.batch, agreed.dp_metadata)
+    return runner.run(plan.batch, agreed.dp_metadata, agreed.decision.graph)

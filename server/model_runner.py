@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from moed.config.graphs import EAGER, GraphShape
 from moed.dist.dp_metadata import DPMetadata
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
@@ -41,6 +42,27 @@ class Model(Protocol):
         self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:
         """Logits [J, V] float32."""
+        ...
+
+
+class Runner(Protocol):
+    """What the loops need: the plain runner, or one with graphs."""
+
+    @property
+    def model(self) -> Model: ...
+
+    def batch(self, schedule: Schedule) -> ForwardBatch:
+        """The tensors of a step."""
+        ...
+
+    def graph_for(self, batch: ForwardBatch) -> GraphShape:
+        """The graph that this rank could replay for `batch`, or `EAGER`; told in the agreement."""
+        ...
+
+    def run(self, batch: ForwardBatch, dp_metadata: DPMetadata, graph: GraphShape) -> torch.Tensor:
+        """Logits [J, V] float32. Every rank calls it in the same steps, with or without tokens, and
+        with the `graph` that was agreed on.
+        """
         ...
 
 
@@ -89,7 +111,7 @@ def make_batch(schedule: Schedule, block_size: int, device: torch.device) -> For
 
 
 class ModelRunner:
-    """The model and its KV cache on one rank."""
+    """The model and its KV cache on one rank: a `Runner` for which every step is eager."""
 
     def __init__(
         self, model: Model, kv_cache: KVCache, block_size: int, device: torch.device
@@ -101,16 +123,27 @@ class ModelRunner:
 
     @property
     def model(self) -> Model:
+        """See `Runner`."""
         return self._model
 
+    @property
+    def block_size(self) -> int:
+        """Tokens in one KV block."""
+        return self._block_size
+
     def batch(self, schedule: Schedule) -> ForwardBatch:
-        """The tensors of a step."""
+        """See `Runner`."""
         batch = make_batch(schedule, self._block_size, self._device)
         if any(s.request.params.return_routed_experts for s in schedule.requests):
             return replace(batch, routed_experts=self._model.routing_record(schedule.num_tokens))
         return batch
 
+    def graph_for(self, batch: ForwardBatch) -> GraphShape:
+        """See `Runner`."""
+        return EAGER
+
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, dp_metadata: DPMetadata) -> torch.Tensor:
-        """Logits [J, V] float32. Every rank calls it in the same steps, with or without tokens."""
+    def run(self, batch: ForwardBatch, dp_metadata: DPMetadata, graph: GraphShape) -> torch.Tensor:
+        """See `Runner`."""
+        assert graph == EAGER, "there are no graphs here"
         return self._model.forward(batch, self._kv_cache, dp_metadata)

@@ -1,6 +1,8 @@
 """A row travels once to each rank that holds at least one of its experts, and one sum comes back.
 
 Three collectives: counts, rows, results. They are the same for any number of rows, also none.
+The host waits for the counts, which a graph must not. So in a graph, where all ranks have as many
+rows, and few, each rank's go to all others, as in `allgather_reducescatter`.
 """
 
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from moed.config.capabilities import BackendCapabilities
 from moed.config.engine_config import FusedMoEConfig
 from moed.config.expert_placement import ExpertPlacement
+from moed.dist.all2all.allgather import AllGatherReduceScatter
 from moed.dist.all2all.base import Dispatched
 from moed.dist.all2all.rows import RowLayout
 from moed.dist.dp_metadata import DPMetadata
@@ -44,6 +47,9 @@ class All2AllV:
         self._layout = RowLayout(fused_moe.hidden_size, fused_moe.top_k, dtype)
         self._placement = placement
         self._ranks = torch.arange(placement.num_ranks, device=device)
+        self._in_graphs = AllGatherReduceScatter(
+            capabilities, groups, placement, fused_moe, dtype, device
+        )
 
     def dispatch(
         self,
@@ -53,6 +59,8 @@ class All2AllV:
         dp_metadata: DPMetadata,
     ) -> Dispatched:
         """See `All2AllBackend.dispatch`."""
+        if dp_metadata.padding is not None:
+            return self._in_graphs.dispatch(hidden, topk_ids, topk_weights, dp_metadata)
         layout = self._layout
         # [n, K] destination of each choice; -1, of padding, stays -1.
         destinations = torch.div(topk_ids, self._placement.num_local_slots, rounding_mode="floor")
@@ -84,7 +92,9 @@ class All2AllV:
 
     def combine(self, expert_output: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """See `All2AllBackend.combine`. Partial sums are added in rank order, in float32."""
-        state: _State = dispatched.state
+        state = dispatched.state
+        if not isinstance(state, _State):
+            return self._in_graphs.combine(expert_output, dispatched)
         hidden_size = expert_output.shape[1]
         returned = expert_output.new_empty(sum(state.send_counts), hidden_size)
         with collective_errors("combine of rows"):

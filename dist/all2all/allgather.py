@@ -2,7 +2,8 @@
 
 Sizes are known from the step's agreement, so nothing is padded and no counts travel: an all-gather
 of unequal sizes is an all-to-all in which each rank sends its rows to everyone, and a
-reduce-scatter one in which each rank sends everyone the partial sums of their rows.
+reduce-scatter one in which each rank sends everyone the partial sums of their rows. Nor does
+anything wait for the device: a graph may hold it, with the sizes of its bucket.
 """
 
 from dataclasses import dataclass

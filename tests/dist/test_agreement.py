@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from moed.config.errors import PeerLost, RankMismatch
+from moed.config.graphs import EAGER, GraphShape
 from moed.dist.agreement import (
     Agreement,
     Decision,
@@ -31,16 +32,16 @@ def record(
     state: RankState,
     num_tokens: int = 0,
     wake_number: int = 4,
-    graph_bucket: int = 0,
+    graph: GraphShape = EAGER,
     step_id: int = 9,
     config_digest: int = 77,
 ) -> StepRecord:
-    return StepRecord(step_id, num_tokens, state, wake_number, graph_bucket, config_digest)
+    return StepRecord(step_id, num_tokens, state, wake_number, graph, config_digest)
 
 
 def test_record_survives_the_wire() -> None:
-    original = StepRecord(2**40, 2048, DRAINING, 3, 256, 2**63 - 1)
-    assert original.to_ints() == [2**40, 2048, 2, 3, 256, 2**63 - 1]
+    original = StepRecord(2**40, 2048, DRAINING, 3, GraphShape(256, 64), 2**63 - 1)
+    assert original.to_ints() == [2**40, 2048, 2, 3, 256, 64, 2**63 - 1]
     assert StepRecord.from_ints(original.to_ints()) == original
 
 
@@ -75,20 +76,23 @@ def test_what_follows(records: list[StepRecord], kind: DecisionKind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loads", "bucket"),
+    ("loads", "graph"),
     [
-        # (rows, bucket) of each rank: the largest bucket holds everyone's rows.
-        ([(3, 4), (7, 8)], 8),
-        ([(3, 4), (0, 0)], 4),  # a rank without rows replays it with none
-        ([(3, 4), (9, 0)], 0),  # a rank whose rows fit no graph makes all eager
-        ([(9, 0)], 0),
-        ([(0, 0), (0, 0)], 0),
+        # (tokens, rows, blocks) of each rank: the most of each holds everyone's.
+        ([(3, 4, 64), (7, 8, 64)], GraphShape(8, 64)),
+        ([(3, 4, 128), (7, 8, 64)], GraphShape(8, 128)),
+        # A rank without tokens replays it with none, whatever it says.
+        ([(3, 4, 64), (0, 0, 0)], GraphShape(4, 64)),
+        # A rank whose step fits no graph makes all eager.
+        ([(3, 4, 64), (9, 0, 0)], EAGER),
+        ([(9, 0, 0)], EAGER),
+        ([(0, 0, 0), (0, 0, 0)], EAGER),
     ],
 )
-def test_one_graph_bucket_for_all(loads: list[tuple[int, int]], bucket: int) -> None:
-    records = [record(WORKING, rows, graph_bucket=own) for rows, own in loads]
+def test_one_graph_for_all(loads: list[tuple[int, int, int]], graph: GraphShape) -> None:
+    records = [record(WORKING, tokens, graph=GraphShape(*own)) for tokens, *own in loads]
     for permuted in itertools.permutations(records):
-        assert decide(permuted, 1) == Decision(RUN, bucket)
+        assert decide(permuted, 1) == Decision(RUN, graph)
 
 
 @pytest.mark.parametrize("key", ["step_id", "config_digest"])

@@ -11,6 +11,7 @@ from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ParallelConfig,
+    RunnerConfig,
     SchedulerConfig,
     ServerConfig,
 )
@@ -57,6 +58,7 @@ def engine_config(
             device="cpu",
             num_threads=1,
             distributed_timeout_s=30.0,
+            agreement_backend="gloo",
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens,
@@ -71,6 +73,7 @@ def engine_config(
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
         ),
+        runner=RunnerConfig(attention_backend="torch", graph_buckets=()),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,

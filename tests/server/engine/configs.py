@@ -9,6 +9,7 @@ from moed.config.engine_config import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    RunnerConfig,
     SchedulerConfig,
     ServerConfig,
 )
@@ -56,6 +57,7 @@ def engine_config(
     kv_cache_memory_bytes: int | None = None,
     max_position_embeddings: int = 256,
     fault_injection: str | None = None,
+    graph_buckets: tuple[int, ...] = (),
 ) -> EngineConfig:
     """`hf_config` (a config.json) fills the sizes of the model; without it they are small."""
     hf = hf_config or {**SMALL, "max_position_embeddings": max_position_embeddings}
@@ -92,6 +94,7 @@ def engine_config(
             device="cpu",
             num_threads=1,
             distributed_timeout_s=30.0,
+            agreement_backend="gloo",
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens,
@@ -106,6 +109,7 @@ def engine_config(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=0.9,
         ),
+        runner=RunnerConfig(attention_backend="torch", graph_buckets=graph_buckets),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moed.config.engine_config import SchedulerConfig
+from moed.config.graphs import EAGER, GraphShape
 from moed.dist.agreement import Agreed, StepRecord, decide
 from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import EngineLoop
@@ -84,8 +85,11 @@ class TableAgreement:
         self.table, self.rank = table, rank
         self.kinds: list[Any] = []
 
-    def agree(self, step_id: int, num_tokens: int, state: Any, wake_number: int) -> Agreed:
-        self.table.records[self.rank] = StepRecord(step_id, num_tokens, state, wake_number, 0, 7)
+    def agree(
+        self, step_id: int, num_tokens: int, state: Any, wake_number: int, graph: GraphShape
+    ) -> Agreed:
+        record = StepRecord(step_id, num_tokens, state, wake_number, graph, 7)
+        self.table.records[self.rank] = record
         self.table.barrier.wait(PATIENCE_S)
         records = tuple(self.table.records[rank] for rank in range(self.table.num_ranks))
         # Nobody writes the next record before everybody has read these.
@@ -116,7 +120,10 @@ class FakeRunner:
     def batch(self, schedule: Schedule) -> StepBatch:
         return StepBatch(schedule)
 
-    def run(self, batch: StepBatch, dp_metadata: object) -> torch.Tensor:
+    def graph_for(self, batch: StepBatch) -> GraphShape:
+        return EAGER
+
+    def run(self, batch: StepBatch, dp_metadata: object, graph: GraphShape) -> torch.Tensor:
         schedule = batch.schedule
         self.steps.append(schedule.num_tokens)
         rows = []
@@ -343,10 +350,10 @@ def test_masks_are_worked_out_while_the_model_computes() -> None:
     was_done = []
 
     class PatientRunner(FakeRunner):
-        def run(self, batch: StepBatch, dp_metadata: object) -> torch.Tensor:
+        def run(self, batch: StepBatch, dp_metadata: object, graph: GraphShape) -> torch.Tensor:
             if masks.pending is not None:
                 was_done.append(bool(wait([masks.pending], PATIENCE_S).done))
-            return super().run(batch, dp_metadata)
+            return super().run(batch, dp_metadata, graph)
 
     rank.loop._runner = PatientRunner()  # type: ignore[assignment]
     rank.loop.run()

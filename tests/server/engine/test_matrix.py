@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moed.config.graphs import graph_buckets
 from moed.dist.groups import Groups
 from moed.dist.registry import capabilities
 from moed.server.messages import (
@@ -75,6 +76,7 @@ def serve(
     budgets: tuple[int, ...],
     tensor_parallel_size: int,
     enable_expert_parallel: bool,
+    with_graphs: bool = False,
 ) -> Answers | None:
     """On every rank: an engine for each budget; per budget and prompt, tokens and logprobs. None on
     members that compute with another.
@@ -95,6 +97,7 @@ def serve(
             max_num_batched_tokens=budget,
             max_num_seqs=min(8, budget),
             num_kv_blocks=64,
+            graph_buckets=graph_buckets(min(8, budget)) if with_graphs else (),
         )
         params = SamplingParams(max_tokens=NUM_TOKENS, seed=1, temperature=0.0, logprobs=0)
         requests = [

@@ -11,6 +11,7 @@ from moed.config.engine_config import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    RunnerConfig,
     SchedulerConfig,
     ServerConfig,
 )
@@ -85,6 +86,7 @@ def frontend_config(
             device="cpu",
             num_threads=1,
             distributed_timeout_s=30.0,
+            agreement_backend="gloo",
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=64,
@@ -99,5 +101,6 @@ def frontend_config(
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
         ),
+        runner=RunnerConfig(attention_backend="torch", graph_buckets=()),
         server=dataclasses.replace(SERVER, **server),
     )
