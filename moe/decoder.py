@@ -220,8 +220,7 @@ class Decoder:
         sums = self._tensor_parallel.sum(sums)
         query_size = self._model.num_attention_heads * self._model.head_dim
         key_size = self._num_kv_heads * self._tensor_parallel.size * self._model.head_dim
-        means = sums / torch.tensor([query_size, key_size], device=sums.device)
-        factors = (means + eps).rsqrt().to(states.dtype)
-        sizes = torch.tensor([self._num_heads, self._num_kv_heads], device=sums.device)
-        by_head = factors.repeat_interleave(sizes, dim=1, output_size=states.shape[1])
-        return states * by_head[..., None] * weight
+        of_query = (sums[:, :1] / query_size + eps).rsqrt().expand(-1, self._num_heads)
+        of_key = (sums[:, 1:] / key_size + eps).rsqrt().expand(-1, self._num_kv_heads)
+        factors = torch.cat([of_query, of_key], dim=1).to(states.dtype)
+        return states * factors[..., None] * weight

@@ -12,6 +12,7 @@ Legend: T tokens, d head dim, r rotated dims of it.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,8 +40,7 @@ class Rotary:
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Tables:
         """Cosine and signed sine, each [T, 1, r], for `positions` [T]."""
-        frequencies = torch.tensor(self.frequencies, device=positions.device)
-        angles = positions.float()[:, None, None] * frequencies
+        angles = positions.float()[:, None, None] * _on(self.frequencies, positions.device)
         cosine, sine = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
         if self.is_interleaved:
             signed = torch.stack([-sine, sine], dim=-1).flatten(-2)
@@ -60,6 +60,12 @@ class Rotary:
         if self.num_dims == states.shape[-1]:
             return rotated
         return torch.cat([rotated, states[..., self.num_dims :]], dim=-1)
+
+
+@cache
+def _on(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """[r / 2] float32, moved once: a step that is recorded as a graph may move nothing."""
+    return torch.tensor(frequencies, device=device)
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
