@@ -43,6 +43,8 @@ def is_ruled(request: Request) -> bool:
     params = request.params
     return bool(
         params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.bad_words
         or request.num_output_tokens < params.min_tokens
         or params.repetition_penalty != 1.0
         or params.frequency_penalty
@@ -51,8 +53,10 @@ def is_ruled(request: Request) -> bool:
 
 
 def apply_rules(logits: torch.Tensor, requests: Sequence[Request]) -> None:
-    """Bias, `min_tokens`, then penalties, on `logits` [R, V] float32 in place."""
+    """Bias, what is allowed, `min_tokens`, then penalties, on `logits` [R, V] float32 in place."""
     _add_bias(logits, requests)
+    _keep_allowed(logits, requests)
+    _rule_out_bad_words(logits, requests)
     _rule_out_stop_tokens(logits, requests)
     _penalize_repetition(logits, requests)
     _penalize_outputs(logits, requests)
@@ -66,6 +70,29 @@ def _add_bias(logits: torch.Tensor, requests: Sequence[Request]) -> None:
     if (found := entries.tensors(logits)) is not None:
         index, values = found
         logits[index] += values
+
+
+def _keep_allowed(logits: torch.Tensor, requests: Sequence[Request]) -> None:
+    for row, request in enumerate(requests):
+        if (allowed := request.params.allowed_token_ids) is not None:
+            index = torch.tensor(allowed, dtype=torch.int64, device=logits.device)
+            kept = logits[row, index]
+            logits[row] = -torch.inf
+            logits[row, index] = kept
+
+
+def _rule_out_bad_words(logits: torch.Tensor, requests: Sequence[Request]) -> None:
+    """The last token of each word whose other tokens are the output's last ones."""
+    entries = _Entries()
+    for row, request in enumerate(requests):
+        outputs = request.token_ids[request.num_prompt_tokens :] if request.params.bad_words else []
+        for word in request.params.bad_words:
+            before = word[:-1]
+            if not before or outputs[-len(before) :] == before:
+                entries.add(row, word[-1:], -np.inf)
+    if (found := entries.tensors(logits)) is not None:
+        index, values = found
+        logits[index] = values
 
 
 def _rule_out_stop_tokens(logits: torch.Tensor, requests: Sequence[Request]) -> None:

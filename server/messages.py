@@ -31,6 +31,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    """No other token is chosen; None: any may be."""
+    bad_words: list[list[int]] = []
+    """Sequences of tokens that the output must not hold."""
     logprobs: int | None = None
     """None: none. k: the chosen token's, and the k most likely ones (k may be 0)."""
     prompt_logprobs: int | None = None

@@ -3,9 +3,10 @@
 Legend: J rows of logits, R requests that choose a token, V vocabulary.
 
 Order, as in vLLM's V1 engine: log-probabilities of the distribution as the model gave it; then
-`logit_bias`; `min_tokens` (stop tokens are ruled out); repetition, frequency and presence
-penalties; what a grammar allows; greedy requests take the first maximum; the others go on with
-temperature, `min_p`, `top_k`, `top_p`, and one draw. No row's result depends on another row.
+`logit_bias`, `allowed_token_ids`, `bad_words`; `min_tokens` (stop tokens are ruled out);
+repetition, frequency and presence penalties; what a grammar allows; greedy requests take the first
+maximum; the others go on with temperature, `min_p`, `top_k`, `top_p`, and one draw. No row's result
+depends on another row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,9 @@ from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
 GREEDY_TEMPERATURE = 1e-5
 
 NOT_FINITE = "the model's logits are not finite numbers; the checkpoint or its dtype is at fault"
-NOTHING_LEFT = "logit_bias, min_tokens and the grammar leave no token to choose"
+NOTHING_LEFT = (
+    "logit_bias, allowed_token_ids, bad_words, min_tokens and the grammar leave no token to choose"
+)
 
 
 @dataclass(frozen=True)

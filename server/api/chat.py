@@ -16,7 +16,13 @@ from moed.server.api.choice_text import Token
 from moed.server.api.completions import check_num_choices
 from moed.server.api.conversation import render, template_options, tokenize_conversation
 from moed.server.api.event_stream import DONE, event
-from moed.server.api.generation import Generation, PromptTokens, served_model
+from moed.server.api.generation import (
+    Generation,
+    PromptTokens,
+    served_model,
+    truncated,
+    without_bad_words,
+)
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import ChatLogprobs, chat_logprobs
 from moed.server.api.parameters import Defaults, Ignored, Sampling, check_unknown, make_sampling
@@ -49,6 +55,7 @@ def chat_router(state: AppState) -> APIRouter:
             ignored = check_unknown(body, state.config)
             check_num_choices(body.n or 1, state)
             sampling = make_sampling(body, state.config, defaults, state.context_length)
+            sampling = without_bad_words(sampling, body, state)
             asked, tools = asked_grammar(body), offered_tools(body)
             text = await render(
                 state,
@@ -58,7 +65,10 @@ def chat_router(state: AppState) -> APIRouter:
                 continue_final_message=bool(body.continue_final_message),
                 options=template_options(body),
             )
-            prompt = await tokenize_conversation(text, bool(body.add_special_tokens), state)
+            prompt = await tokenize_conversation(
+                text, bool(body.add_special_tokens), state, body.truncate_prompt_tokens is None
+            )
+            prompt.token_ids = truncated(prompt.token_ids, body, state)
             plan = plan_answer(body, tools, text, asked, state.tools)
             if plan.question is not None:
                 grammar = await engine_grammar(plan.question, plan.param, state)

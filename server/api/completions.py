@@ -18,6 +18,8 @@ from moed.server.api.generation import (
     PromptTokens,
     encode_all,
     served_model,
+    truncated,
+    without_bad_words,
 )
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import CompletionLogprobs, completion_logprobs
@@ -50,6 +52,7 @@ def completions_router(state: AppState) -> APIRouter:
             served_model(body.model, state)
             ignored = check_unknown(body, state.config)
             sampling = make_sampling(body, state.config, defaults, state.context_length)
+            sampling = without_bad_words(sampling, body, state)
             asked = asked_grammar(body)
             prompts = await read_prompts(body, state)
             if asked is not None:
@@ -73,10 +76,12 @@ async def read_prompts(body: CompletionBody, state: AppState) -> list[PromptToke
     names = [f"prompt[{index}]" if len(given) > 1 else "prompt" for index in range(len(given))]
     if isinstance(given[0], str):
         for name, text in zip(names, given, strict=True):
-            check_length(text, name, state)
-        token_ids = await encode_all(state, given, body.add_special_tokens is not False)
+            if body.truncate_prompt_tokens is None:
+                check_length(text, name, state)
+        whole = await encode_all(state, given, body.add_special_tokens is not False)
+        token_ids = [truncated(ids, body, state) for ids in whole]
     else:
-        token_ids = given
+        token_ids = [truncated(ids, body, state) for ids in given]
         for name, ids in zip(names, token_ids, strict=True):
             check_num_tokens(len(ids), state.context_length, name)
             check_token_ids(ids, state.config.model.vocab_size, name)

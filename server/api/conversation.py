@@ -93,9 +93,14 @@ def _text(given: str | dict[str, Any] | None) -> str:
     return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
 
 
-async def tokenize_conversation(text: str, add_special: bool, state: AppState) -> PromptTokens:
-    """Raises `ContextLengthExceeded`, or `TemplateFailed` when nothing is left to answer."""
-    check_length(text, "messages", state)
+async def tokenize_conversation(
+    text: str, add_special: bool, state: AppState, is_limited: bool = True
+) -> PromptTokens:
+    """`is_limited` False: it will be cut. Raises `ContextLengthExceeded`, or `TemplateFailed` when
+    nothing is left to answer.
+    """
+    if is_limited:
+        check_length(text, "messages", state)
     (token_ids,) = await encode_all(state, [text], add_special)
     if not token_ids:
         raise TemplateFailed("it made an empty prompt of it")

@@ -232,6 +232,27 @@ def check_routed_size(state: AppState, prompts: Sequence[PromptTokens], sampling
             )
 
 
+def without_bad_words(sampling: Sampling, body: SamplingBody, state: AppState) -> Sampling:
+    """`sampling` with the body's bad words as tokens: as they begin a text, and after a space."""
+    if not body.bad_words:
+        return sampling
+    encode, words = state.tools.tokenizer.encode, []
+    for word in body.bad_words:
+        for text in (word, " " + word.lstrip()):
+            token_ids = encode(text, False)
+            if token_ids and token_ids not in words:
+                words.append(token_ids)
+    return sampling.with_bad_words(words)
+
+
+def truncated(token_ids: list[int], body: SamplingBody, state: AppState) -> list[int]:
+    """The end of a prompt, when the body wants no more (`truncate_prompt_tokens`)."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    return token_ids[-(state.context_length - 1 if most == -1 else most) :]
+
+
 async def encode_all(state: AppState, texts: Sequence[str], add_special: bool) -> list[list[int]]:
     tokenizer = state.tools.tokenizer
     return list(

@@ -28,9 +28,6 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs.structural_tag": (None,),
     "structured_outputs.whitespace_pattern": (None,),
     "prompt_logprobs": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "truncate_prompt_tokens": (None,),
     "functions": (None, []),
     "function_call": (None, "none"),
     "tool_choice": (None, "auto", "none"),
@@ -181,6 +178,10 @@ class Sampling:
             **self.shared,
         )
 
+    def with_bad_words(self, words: list[list[int]]) -> "Sampling":
+        """The same, for outputs that hold none of `words`, each a sequence of tokens."""
+        return replace(self, shared={**self.shared, "bad_words": words})
+
     def with_grammar(self, grammar: str) -> "Sampling":
         """The same, for outputs that follow `grammar` (as the engines read it)."""
         return replace(self, shared={**self.shared, "grammar": grammar})
@@ -199,6 +200,14 @@ def make_sampling(
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     vocab_size = config.model.vocab_size
+    if body.allowed_token_ids is not None:
+        check_token_ids(body.allowed_token_ids, vocab_size, "allowed_token_ids")
+    if body.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
     own_stops = frozenset(body.stop_token_ids or ())
     for token in sorted(own_stops):
         _check_token_id(token, vocab_size, "stop_token_ids")
@@ -214,6 +223,7 @@ def make_sampling(
         "frequency_penalty": body.frequency_penalty or 0.0,
         "repetition_penalty": _given(body.repetition_penalty, defaults.repetition_penalty),
         "logit_bias": _logit_bias(body.logit_bias or {}, vocab_size),
+        "allowed_token_ids": body.allowed_token_ids,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
         "return_routed_experts": bool(body.return_routed_experts),

@@ -26,6 +26,8 @@ MAX_STOP_STRINGS = 4
 MAX_GRAMMAR_CHOICES = 4096
 MAX_STOP_CHARACTERS = 1000
 MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_WORD_CHARACTERS = 100
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -139,6 +141,9 @@ class StructuredOutputs(Body):
     """In Lark's syntax, or GBNF."""
 
 
+Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARACTERS)]
+
+
 class SamplingBody(Body):
     """What both completion routes share."""
 
@@ -153,6 +158,10 @@ class SamplingBody(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = (
         None
     )
+    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    """The prompt's last so many tokens are kept; -1: as many as fit beside one output token."""
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None

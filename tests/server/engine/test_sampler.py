@@ -345,3 +345,42 @@ def test_logits_are_not_changed() -> None:
     before = logits.clone()
     run(logits, *(request([1], [2], **params) for params in PARAMS))
     assert torch.equal(logits, before)
+
+
+def test_only_allowed_tokens_are_chosen() -> None:
+    logits = random_logits(1, 3)[0]
+    allowed = logits.argsort()[:3].tolist()
+    assert choose(logits, request([0], [], allowed_token_ids=allowed, **GREEDY)) == allowed[-1]
+    for seed in range(20):
+        made = request([0], [], allowed_token_ids=allowed, temperature=2.0, seed=seed)
+        assert choose(logits, made) in allowed
+    free = request([0], [], **GREEDY)
+    bound = request([0], [], allowed_token_ids=[1], **GREEDY)
+    both = run(logits.repeat(2, 1), bound, free)
+    assert [result.token_id for result in both] == [1, int(logits.argmax())]
+
+
+@pytest.mark.parametrize(
+    ("output", "words", "expected"),
+    [
+        # Of tokens 4 (most likely), 3 and 2.
+        ([], [[4]], 3),
+        ([], [[9, 4]], 4),
+        ([9], [[9, 4]], 3),
+        ([8, 9], [[8, 9, 4], [3]], 2),
+        ([9, 8], [[9, 4]], 4),
+        ([9], [[7, 9, 4]], 4),
+    ],
+)
+def test_bad_words_are_not_completed(
+    output: list[int], words: list[list[int]], expected: int
+) -> None:
+    """The prompt, which ends with 9, does not begin a word."""
+    logits = [0.0, 1.0, 2.0, 3.0, 4.0, *[0.0] * 5]
+    assert choose(logits, request([9], output, bad_words=words, **GREEDY)) == expected
+
+
+def test_nothing_is_left_to_choose() -> None:
+    made = request([0], [], allowed_token_ids=[4], bad_words=[[4]], **GREEDY)
+    (result,) = run(torch.zeros(1, V), made)
+    assert result.error is not None and "allowed_token_ids" in result.error

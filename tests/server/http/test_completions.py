@@ -404,3 +404,53 @@ def test_other_models_are_not_found(served: Served, name: str) -> None:
         client.completions.create(model=name, prompt="a")
     assert caught.value.code == "model_not_found"
     assert ("did you mean 'tiny'" in str(caught.value)) == (name == "tniy")
+
+
+@pytest.mark.parametrize(("most", "kept"), [(2, [3, 4]), (9, [1, 2, 3, 4]), (-1, [1, 2, 3, 4])])
+def test_prompts_are_cut_from_the_left(served: Served, most: int, kept: list[int]) -> None:
+    body = {"prompt": [1, 2, 3, 4], "max_tokens": 1, "truncate_prompt_tokens": most}
+    answer = served.post(PATH, body).json()
+    assert answer["usage"]["prompt_tokens"] == len(kept)
+    assert served.last_request.prompt_token_ids == kept
+
+
+def test_a_cut_makes_any_length_fit(served: Served) -> None:
+    body = {"prompt": "hello " * 5000, "max_tokens": 1}
+    assert served.post(PATH, body).status_code == 400
+    assert served.post(PATH, {**body, "truncate_prompt_tokens": -1}).status_code == 200
+    messages = [{"role": "user", "content": "hello " * 5000}]
+    chat = {"messages": messages, "max_tokens": 1, "truncate_prompt_tokens": 20}
+    answer = served.post("/v1/chat/completions", chat)
+    assert answer.json()["usage"]["prompt_tokens"] == 20
+
+
+def test_bad_words_and_allowed_tokens_reach_the_engine(served: Served) -> None:
+    body = {"prompt": [1], "max_tokens": 1, "bad_words": ["world"], "allowed_token_ids": [5, 6]}
+    assert served.post(PATH, body).status_code == 200
+    params = served.last_request.params
+    assert params.allowed_token_ids == [5, 6]
+    # As the beginning of a text, and after a space.
+    texts = [served.post("/detokenize", {"tokens": w}).json()["prompt"] for w in params.bad_words]
+    assert texts == ["world", " world"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", [10**9]),
+        ("allowed_token_ids", ["1"]),
+        ("bad_words", [""]),
+        ("bad_words", ["x" * 101]),
+        ("bad_words", ["x"] * 129),
+        ("bad_words", "x"),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("truncate_prompt_tokens", 1.5),
+    ],
+)
+def test_values_that_are_refused(served: Served, name: str, value: Any) -> None:
+    answer = served.post(PATH, {"prompt": [1], "max_tokens": 1, name: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(name)
