@@ -149,6 +149,7 @@ def whole_chat(generation: Generation) -> Response:
         choices,
         usage=generation.usage,
         prompt_token_ids=_prompt_token_ids(generation),
+        prompt_logprobs=generation.prompt_logprobs(0),
         warnings=generation.ignored.warnings or UNSET,
     )
     return Response(

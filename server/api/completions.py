@@ -162,6 +162,7 @@ def whole_completion(generation: Generation) -> Response:
                 stop_reason=choice.text.stop_reason,
                 token_ids=[t.token_id for t in tokens] if body.return_token_ids else UNSET,
                 prompt_token_ids=choice.prompt.token_ids if body.return_token_ids else UNSET,
+                prompt_logprobs=generation.prompt_logprobs(index),
                 routed_experts=generation.routed_experts(index),
             )
         )

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from moed.server.api.choice_text import ChoiceText, Piece, Token
 from moed.server.api.errors import InvalidRequest, NotFound
+from moed.server.api.logprobs import prompt_logprobs
 from moed.server.api.middleware.request_id import SCOPE_KEY
 from moed.server.api.parameters import Ignored, Sampling
 from moed.server.api.requests import SamplingBody
@@ -196,6 +197,14 @@ class Generation:
             choices=choices,
             **more,
         )
+
+    def prompt_logprobs(self, index: int) -> Any:
+        """Of choice `index`'s prompt, when asked for."""
+        entries = self.choices[index].prompt_logprobs
+        if self.body.prompt_logprobs is None or entries is None:
+            return UNSET
+        token_ids = self.choices[index].prompt.token_ids
+        return prompt_logprobs(token_ids, entries, self.state.tools.tokenizer)
 
     def routed_experts(self, index: int) -> Any:
         """Of all tokens of choice `index` but the last, which has never been an input."""

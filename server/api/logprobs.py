@@ -41,6 +41,41 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By position, the first null: by token id, as text."""
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    tokenizer: TextTokenizer,
+) -> PromptLogprobs:
+    """The prompt's own token and the k most likely ones at each position."""
+    result: PromptLogprobs = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        if entry is None:
+            result.append(None)
+            continue
+        found = {token_id: (entry.logprob, entry.rank)}
+        tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        for place, (other, logprob) in enumerate(tops, 1):
+            found.setdefault(other, (logprob, place))
+        result.append(
+            {
+                str(other): PromptLogprob(max(value, LOWEST), rank, tokenizer.token_text(other))
+                for other, (value, rank) in found.items()
+            }
+        )
+    return result
+
+
 def completion_logprobs(tokens: Sequence[Token], tokenizer: TextTokenizer) -> CompletionLogprobs:
     """The top entries hold the k most likely tokens and the chosen one. A token without a
     probability (the first of a prompt) has null in both.

@@ -27,7 +27,6 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1, 1.0),
     "structured_outputs.structural_tag": (None,),
     "structured_outputs.whitespace_pattern": (None,),
-    "prompt_logprobs": (None,),
     "functions": (None, []),
     "function_call": (None, "none"),
     "tool_choice": (None, "auto", "none"),
@@ -260,11 +259,23 @@ def _limits(body: SamplingBody, context_length: int) -> Limits:
 
 def _logprobs(body: SamplingBody, config: EngineConfig) -> tuple[int | None, int | None]:
     """`logprobs` and `prompt_logprobs` of the engine request."""
-    most = config.server.max_logprobs
+    most, asked = config.server.max_logprobs, body.prompt_logprobs
+    _check_count("prompt_logprobs", asked, most)
+    if asked is not None and body.stream:
+        raise InvalidRequest(
+            "prompt_logprobs cannot be streamed; leave out stream, or prompt_logprobs",
+            param="prompt_logprobs",
+        )
     if isinstance(body, CompletionBody):
         _check_count("logprobs", body.logprobs, most)
-        if not body.echo:
-            return body.logprobs, None
+        if asked is not None and body.echo and body.logprobs not in (None, asked):
+            raise InvalidRequest(
+                f"with echo, logprobs ({body.logprobs}) and prompt_logprobs ({asked}) must be the "
+                "same number, or one of them absent",
+                param="prompt_logprobs",
+            )
+        if not body.echo or asked is not None:
+            return body.logprobs, asked
         # Scoring a prompt is all that an engine can do with no output token.
         only_scores = 0 if body.max_tokens == 0 else None
         return body.logprobs, only_scores if body.logprobs is None else body.logprobs
@@ -272,7 +283,7 @@ def _logprobs(body: SamplingBody, config: EngineConfig) -> tuple[int | None, int
     _check_count("top_logprobs", body.top_logprobs, most)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    return ((body.top_logprobs or 0) if body.logprobs else None), None
+    return ((body.top_logprobs or 0) if body.logprobs else None), asked
 
 
 def _check_count(name: str, value: int | None, most: int) -> None:

@@ -162,6 +162,8 @@ class SamplingBody(Body):
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     """The prompt's last so many tokens are kept; -1: as many as fit beside one output token."""
+    prompt_logprobs: Count | None = None
+    """Of so many likely tokens at each position of the prompt, and of the prompt's own."""
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None

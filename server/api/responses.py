@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from moed.server.api.logprobs import ChatLogprobs, CompletionLogprobs
+from moed.server.api.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -33,6 +33,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     routed_experts: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionCall(msgspec.Struct):
@@ -110,4 +111,5 @@ class Answer(msgspec.Struct, kw_only=True):
     choices: list[Any]
     usage: Usage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET

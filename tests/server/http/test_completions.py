@@ -454,3 +454,39 @@ def test_values_that_are_refused(served: Served, name: str, value: Any) -> None:
     answer = served.post(PATH, {"prompt": [1], "max_tokens": 1, name: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(name)
+
+
+def test_prompt_logprobs(served: Served) -> None:
+    """The fake engine gives token t minus t / 100, and t, t + 1, … as the likeliest."""
+    body = {"prompt": [1, 7, 9], "max_tokens": 1, "prompt_logprobs": 2}
+    first, *rest = served.post(PATH, body).json()["choices"][0]["prompt_logprobs"]
+    assert first is None
+    for token, entry in zip([7, 9], rest, strict=True):
+        assert list(entry) == [str(token), str(token + 1)]
+        assert [entry[str(token)][name] for name in ("logprob", "rank")] == [-token / 100, 1]
+        assert entry[str(token + 1)]["rank"] == 2 and entry[str(token + 1)]["decoded_token"]
+    echoed = served.post(PATH, {**body, "echo": True}).json()["choices"][0]
+    assert echoed["prompt_logprobs"][1:] == rest and echoed["logprobs"] is None
+    messages = [{"role": "user", "content": "hello"}]
+    chat = {"messages": messages, "max_tokens": 1, "prompt_logprobs": 0}
+    found = served.post("/v1/chat/completions", chat).json()["prompt_logprobs"]
+    prompt = served.last_request.prompt_token_ids
+    assert [list(entry) for entry in found[1:]] == [[str(token)] for token in prompt[1:]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_logprobs": 21}, "at most 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "cannot be streamed"),
+        ({"prompt_logprobs": 1, "echo": True, "logprobs": 2}, "must be the same number"),
+        ({"prompt_logprobs": -1}, ""),
+    ],
+)
+def test_prompt_logprobs_that_are_refused(
+    served: Served, changes: dict[str, Any], words: str
+) -> None:
+    answer = served.post(PATH, {"prompt": [1, 2], "max_tokens": 1, **changes})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt_logprobs"
+    assert words in answer.json()["error"]["message"]

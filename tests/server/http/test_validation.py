@@ -109,7 +109,6 @@ BAD = [
     ("best_of", 2),
     ("use_beam_search", True),
     ("functions", [{}]),
-    ("prompt_logprobs", 1),
 ]
 
 
