@@ -44,9 +44,8 @@ def kv_bytes_per_token(config: EngineConfig) -> tuple[int, str]:
     model, size = config.model, BYTES_PER_NUMBER[config.model.dtype]
     latent = latent_attention(model)
     if latent is not None:
-        row = latent.kv_rank + latent.rotary_dim
         text = f"{model.num_layers} layers x ({latent.kv_rank} + {latent.rotary_dim}) x {size} B"
-        return model.num_layers * row * size, text
+        return model.num_layers * latent.row_size * size, text
     heads, dim = local_kv_heads(config), model.head_dim
     text = f"{model.num_layers} layers x 2 x {heads} KV heads x {dim} x {size} B"
     return 2 * model.num_layers * heads * dim * size, text

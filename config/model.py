@@ -12,8 +12,8 @@ from moed.config.errors import ModelError
 from moed.config.quantization import quantization_of
 
 SERVED_MODEL_TYPES = (
-    *("dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe"),
-    *("granitemoeshared", "hunyuan_v1_moe"),
+    *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"),
+    *("gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "kimi_k2"),
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
 )
 # Of each expert, where config.json has other fields for it too.
@@ -226,6 +226,11 @@ def _dtype(raw: Mapping[str, Any], asked: str, source: Path) -> str:
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_attention_heads: int) -> int:
+    """Of K; with latent attention (MLA) that of its rotated part, as `transformers` has it."""
+    if fields.count("kv_lora_rank", otherwise=-1) > 0:
+        for name in ("qk_nope_head_dim", "v_head_dim"):
+            fields.count(name)
+        return fields.count("qk_rope_head_dim")
     head_dim = fields.count("head_dim", otherwise=-1)
     if head_dim > 0:
         return head_dim

@@ -19,7 +19,12 @@ PARTS = ("embedding", "attention", "router", "experts", "shared experts", "dense
 
 # Model types with a norm of queries and keys, and with a correction of the router's choice.
 NORMED = frozenset({"dots1", "hunyuan_v1_moe", "minimax_m2", "olmoe", "qwen3_moe"})
-CORRECTED = frozenset({"dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2"})
+CORRECTED = frozenset(
+    {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2"}
+)
+
+# Dense layers before the first MoE layer, where config.json does not say.
+NUM_FIRST_DENSE = {"deepseek_v3": 3, "glm4_moe_lite": 1}
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,16 @@ class Latent:
     rotary_dim: int
     plain_dim: int
     value_dim: int
+
+    @property
+    def row_size(self) -> int:
+        """Numbers cached for a token in a layer."""
+        return self.kv_rank + self.rotary_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head's query and key."""
+        return self.plain_dim + self.rotary_dim
 
 
 def latent_attention(model: ModelConfig) -> Latent | None:
@@ -96,7 +111,10 @@ def _num_weights(config: EngineConfig) -> dict[str, int]:
 def moe_layers(model: ModelConfig) -> list[bool]:
     """By layer: MoE, or a dense MLP."""
     config = model.hf_config
-    first = _count(config, "first_k_dense_replace")
+    if isinstance(kinds := config.get("mlp_layer_types"), list):
+        return [kind == "sparse" for kind in kinds[: model.num_layers]]
+    otherwise = NUM_FIRST_DENSE.get(model.model_type, 0)
+    first = config.get("first_k_dense_replace", otherwise) or 0
     step = _count(config, "decoder_sparse_step") or 1
     frequency = _count(config, "moe_layer_freq") or 1
     dense = set(config.get("mlp_only_layers") or ())
@@ -164,12 +182,14 @@ def _attention(config: EngineConfig) -> int:
 
 
 def _latent_attention(model: ModelConfig, latent: Latent, heads: int) -> int:
-    hidden, query_dim = model.hidden_size, latent.plain_dim + latent.rotary_dim
+    hidden = model.hidden_size
     if latent.query_rank:
-        query = latent.query_rank * (hidden + 1 + heads * query_dim)
+        query = latent.query_rank * (hidden + 1 + heads * latent.query_dim)
     else:
-        query = hidden * heads * query_dim
-    compress = hidden * (latent.kv_rank + latent.rotary_dim) + latent.kv_rank
+        query = hidden * heads * latent.query_dim
+    compress = hidden * latent.row_size + latent.kv_rank
+    if model.hf_config.get("attention_bias", False):
+        compress += latent.query_rank + latent.row_size + hidden
     expand = latent.kv_rank * heads * (latent.plain_dim + latent.value_dim)
     return query + compress + expand + heads * latent.value_dim * hidden
 

@@ -18,8 +18,9 @@ from moed.moe.batch import ForwardBatch
 from moed.moe.experts import Experts, swiglu
 from moed.moe.families import DecoderFeatures, QueryKeyNorm
 from moed.moe.fused_moe import FusedMoE
-from moed.moe.kv_cache import KVCache, local_kv_heads
+from moed.moe.kv_cache import KVCache, LatentCache, local_kv_heads
 from moed.moe.linear import Linear
+from moed.moe.mla import LatentAttention
 from moed.moe.rotary import Tables
 
 
@@ -60,7 +61,7 @@ class Layer:
     """One decoder layer: attention, then a MoE or a dense MLP."""
 
     input_norm: torch.Tensor
-    attention: Attention
+    attention: Attention | LatentAttention
     post_attention_norm: torch.Tensor
     mlp: FusedMoE | DenseMLP
 
@@ -73,7 +74,7 @@ class _Step:
     plans: tuple[AttentionPlan, AttentionPlan]
     """Of layers that see the whole context, and of those that slide: the same where none does."""
     slots: torch.Tensor
-    kv_cache: KVCache
+    kv_cache: KVCache | LatentCache
 
 
 class Decoder:
@@ -129,7 +130,7 @@ class Decoder:
             experts.rows_per_slot.zero_()
 
     def forward(
-        self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
+        self, batch: ForwardBatch, kv_cache: KVCache | LatentCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:
         """Logits [J, V] float32. With T = 0 the rank still takes part in each MoE layer.
 
@@ -139,7 +140,7 @@ class Decoder:
             return self._forward(batch, kv_cache, dp_metadata)
 
     def _forward(
-        self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
+        self, batch: ForwardBatch, kv_cache: KVCache | LatentCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:
         features, block_size = self._features, kv_cache.block_size
         hidden = F.embedding(batch.token_ids, self._embedding)
@@ -177,13 +178,20 @@ class Decoder:
     def _attend(
         self,
         index: int,
-        weights: Attention,
+        weights: Attention | LatentAttention,
         hidden: torch.Tensor,
         step: _Step,
     ) -> torch.Tensor:
         """[T, D]: attention of layer `index` for `hidden` [T, D]."""
         if not hidden.shape[0]:
             return self._tensor_parallel.sum(hidden.clone())
+        if isinstance(weights, LatentAttention):
+            assert isinstance(step.kv_cache, LatentCache)
+            part = weights(
+                hidden, index, step.rotary_tables, step.plans[0], step.slots, step.kv_cache
+            )
+            return self._tensor_parallel.sum(part)
+        assert isinstance(step.kv_cache, KVCache)
         heads, kv_heads, head_dim = self._num_heads, self._num_kv_heads, self._model.head_dim
         states = weights.qkv(hidden)
         states = states.view(-1, heads + 2 * kv_heads, head_dim)

@@ -1,12 +1,13 @@
-"""The paged KV cache of one rank: per layer, blocks of K and V rows.
+"""The paged cache of one rank: per layer, blocks of K and V rows, or of latent rows (MLA).
 
-Legend: T tokens, P blocks, G KV heads, d head dim.
+Legend: T tokens, P blocks, G KV heads, d head dim, L latent size.
 """
 
 import numpy as np
 import torch
 
 from moed.config.engine_config import ModelConfig
+from moed.config.weight_bytes import latent_attention
 
 
 def local_kv_heads(model: ModelConfig, tensor_parallel_size: int) -> int:
@@ -17,9 +18,12 @@ def local_kv_heads(model: ModelConfig, tensor_parallel_size: int) -> int:
 def kv_bytes_per_block(
     model: ModelConfig, num_kv_heads: int, block_size: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one block over all layers: 2 (K, V) x layers x tokens x kv heads x head dim."""
-    row = num_kv_heads * model.head_dim * dtype.itemsize
-    return 2 * model.num_layers * block_size * row
+    """Bytes of one block over all layers: layers x tokens x 2 (K, V) x kv heads x head dim, or
+    layers x tokens x L.
+    """
+    latent = latent_attention(model)
+    row = 2 * num_kv_heads * model.head_dim if latent is None else latent.row_size
+    return model.num_layers * block_size * row * dtype.itemsize
 
 
 class KVCache:
@@ -56,6 +60,49 @@ class KVCache:
         keys = self.keys[layer].index_select(0, blocks)
         values = self.values[layer].index_select(0, blocks)
         return keys.flatten(0, 1), values.flatten(0, 1)
+
+
+class LatentCache:
+    """`rows[l]` is [num_blocks, block_size, L]: one row a token, of which each head makes its own
+    K and V.
+    """
+
+    def __init__(
+        self,
+        row_size: int,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`row_size`: L."""
+        self.block_size = block_size
+        shape = (num_blocks, block_size, row_size)
+        self.rows = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+
+    def write(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Put `rows` [T, L] at `slots` [T] (block id x block size + offset)."""
+        self.rows[layer].flatten(0, 1).index_copy_(0, slots, rows)
+
+    def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """A copy of the rows [P x block_size, L] of `blocks` [P]."""
+        return self.rows[layer].index_select(0, blocks).flatten(0, 1)
+
+
+def make_kv_cache(
+    model: ModelConfig,
+    num_kv_heads: int,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache | LatentCache:
+    """The kind that the model's attention needs; a latent row is held whole by each process."""
+    latent = latent_attention(model)
+    if latent is None:
+        return KVCache(model, num_kv_heads, num_blocks, block_size, dtype, device)
+    return LatentCache(latent.row_size, model.num_layers, num_blocks, block_size, dtype, device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

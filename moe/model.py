@@ -18,8 +18,10 @@ from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
 from moed.moe.experts import Experts, ExpertWeights, can_compute, make_experts
 from moed.moe.families import DecoderFeatures, Family, FusedNames, QueryKeyNorm, family_of
 from moed.moe.fused_moe import FusedMoE
-from moed.moe.linear import Linear
+from moed.moe.latent_weights import load_latent_attention
+from moed.moe.linear import Linear, join_rows
 from moed.moe.loader import Checkpoint, Dummy, Source
+from moed.moe.mla import LatentAttention
 from moed.moe.progress import layer_progress
 from moed.moe.router import Router
 from moed.moe.shards import Shard, even_shard, head_shard, shard_of
@@ -62,19 +64,6 @@ def load_model(
             logger.info("%s", summary)
     with layer_progress(config.model.num_layers, report, groups.rank) as on_layer:
         return build(source, on_layer)
-
-
-def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
-    """`torch.cat` over the first dim. On the meta device, where a survey runs, `torch.cat` itself
-    would import torch's compiler, which takes seconds.
-    """
-    first = parts[0]
-    joined = first.new_empty((sum(part.shape[0] for part in parts), *first.shape[1:]))
-    start = 0
-    for part in parts:
-        joined[start : start + part.shape[0]] = part
-        start += part.shape[0]
-    return joined
 
 
 def stack_fp8(parts: list[BlockScaled], per_slot: int, num_slots: int) -> BlockScaled:
@@ -169,9 +158,13 @@ class _Builder:
             ),
         )
 
-    def _attention(self, layer: str) -> Attention:
+    def _attention(self, layer: str) -> Attention | LatentAttention:
         """The own heads: their rows of Q, K and V, their columns of the output."""
         model, features, source = self._model, self._features, self._source
+        if features.latent is not None:
+            return load_latent_attention(
+                source, f"{layer}self_attn.", model, features, self._tensor_parallel
+            )
         names, prefix = self._names, f"{layer}self_attn."
         size, rank = self._tensor_parallel.size, self._tensor_parallel.rank
         dim, hidden = model.head_dim, model.hidden_size

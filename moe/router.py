@@ -32,14 +32,12 @@ class RouterSpec:
     num_groups: int = 1
     """g groups of neighbouring experts; only the best `num_chosen_groups` are chosen from."""
     num_chosen_groups: int = 1
+    best_of_group: int = 2
+    """A group is as good as so many of its best experts together."""
     least_sum: float = 0.0
     """What renormalising divides by at least."""
     weighs_input: bool = False
     """The weights scale what goes into the experts, not what comes out."""
-
-
-# A group is as good as its two best experts together (DeepSeek-V3).
-BEST_OF_GROUP = 2
 
 
 def route(
@@ -71,7 +69,7 @@ def route(
 def _of_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     """[n, E], minus infinity outside the best groups."""
     by_group = choice.view(-1, spec.num_groups, choice.shape[1] // spec.num_groups)
-    num_best = min(BEST_OF_GROUP, by_group.shape[-1])
+    num_best = min(spec.best_of_group, by_group.shape[-1])
     quality = by_group.topk(num_best, dim=-1).values.sum(dim=-1)
     order = torch.sort(quality, dim=-1, descending=True, stable=True).indices
     is_left_out = torch.ones_like(quality, dtype=torch.bool)

@@ -13,7 +13,13 @@ from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.registry import create_backend
 from moed.dist.selfcheck import check_backend
-from moed.moe.kv_cache import KVCache, kv_bytes_per_block, local_kv_heads
+from moed.moe.kv_cache import (
+    KVCache,
+    LatentCache,
+    kv_bytes_per_block,
+    local_kv_heads,
+    make_kv_cache,
+)
 from moed.moe.model import Decoder, load_model
 from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import Channel, EngineLoop
@@ -131,7 +137,7 @@ class Engine:
         self._faults.on_load()
         return load_model(config, self._groups, self._backend, self._progress)
 
-    def _size_kv_cache(self) -> tuple[KVCache, BlockManager, int]:
+    def _size_kv_cache(self) -> tuple[KVCache | LatentCache, BlockManager, int]:
         """The cache, its blocks, and L: agreed, since every rank takes the smallest number."""
         config, block_size = self._config, self._config.cache.block_size
         dtype = getattr(torch, config.model.dtype)
@@ -150,7 +156,7 @@ class Engine:
         )
         # One more block than requests may hold, where graphs put what only fills them up.
         num_made = num_blocks + bool(config.runner.graph_buckets)
-        kv_cache = KVCache(config.model, kv_heads, num_made, block_size, dtype, self._device)
+        kv_cache = make_kv_cache(config.model, kv_heads, num_made, block_size, dtype, self._device)
         return kv_cache, BlockManager(num_blocks, block_size), max_model_len
 
     def _scheduler(self, blocks: BlockManager, max_model_len: int) -> Scheduler:

@@ -13,7 +13,7 @@ import torch
 from moed.config.graphs import EAGER, GraphShape
 from moed.dist.dp_metadata import DPMetadata
 from moed.moe.batch import ForwardBatch
-from moed.moe.kv_cache import KVCache
+from moed.moe.kv_cache import KVCache, LatentCache
 from moed.server.scheduler import Schedule
 
 
@@ -39,7 +39,7 @@ class Model(Protocol):
         ...
 
     def forward(
-        self, batch: ForwardBatch, kv_cache: KVCache, dp_metadata: DPMetadata
+        self, batch: ForwardBatch, kv_cache: KVCache | LatentCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:
         """Logits [J, V] float32."""
         ...
@@ -114,7 +114,7 @@ class ModelRunner:
     """The model and its KV cache on one rank: a `Runner` for which every step is eager."""
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, block_size: int, device: torch.device
+        self, model: Model, kv_cache: KVCache | LatentCache, block_size: int, device: torch.device
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache

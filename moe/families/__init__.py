@@ -17,6 +17,7 @@ To add a family:
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
 from moed.config.quantization import SERVED_FORMATS
+from moed.moe.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from moed.moe.families.ernie import ERNIE
 from moed.moe.families.features import DecoderFeatures, Family, FusedNames, Names, QueryKeyNorm
 from moed.moe.families.glm import DOTS1, GLM4_MOE
@@ -40,13 +41,17 @@ __all__ = [
 ]
 
 FAMILIES = {
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
     "dots1": DOTS1,
     "ernie4_5_moe": ERNIE,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITE_MOE,
     "granitemoeshared": GRANITE_MOE_SHARED,
     "hunyuan_v1_moe": HUNYUAN,
+    "kimi_k2": DEEPSEEK_V3,
     "minimax_m2": MINIMAX_M2,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,

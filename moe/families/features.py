@@ -7,7 +7,7 @@ from typing import Any
 
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
-from moed.config.weight_bytes import moe_layers, shared_intermediate_size
+from moed.config.weight_bytes import Latent, moe_layers, shared_intermediate_size
 from moed.moe.experts import SWIGLU, Activation
 from moed.moe.rotary import Rotary, make_rotary
 from moed.moe.router import RouterSpec
@@ -37,9 +37,11 @@ class DecoderFeatures:
     """Of the experts that every token passes, together; 0: there are none."""
     dense_intermediate_size: int
     tie_word_embeddings: bool
+    latent: Latent | None = None
+    """Sizes of latent attention (MLA); None: the common kind, with K and V heads."""
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     attention_bias: bool = False
-    """Of Q, K and V."""
+    """Of Q, K and V; with latent attention, of what compresses them."""
     attention_output_bias: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] | None = None

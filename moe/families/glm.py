@@ -16,16 +16,20 @@ from moed.moe.router import RouterSpec, Scoring
 LEAST_SUM = 1e-20
 
 
-def corrected_sigmoid(model: ModelConfig, renormalize: bool) -> RouterSpec:
-    """The router of DeepSeek-V3: sigmoid, correction of the choice, groups, scale."""
+def corrected_sigmoid(
+    model: ModelConfig, renormalize: bool, scale: float = 1.0, groups: tuple[int, int] = (1, 1)
+) -> RouterSpec:
+    """The router of DeepSeek-V3: sigmoid, correction of the choice, groups, scale. What is given is
+    taken for missing fields; `groups` are all, and those chosen from.
+    """
     config = model.hf_config
     return RouterSpec(
         model.top_k,
         flag(config, "norm_topk_prob", renormalize),
         Scoring.SIGMOID,
-        scale=number(config, "routed_scaling_factor", 1.0),
-        num_groups=int(config.get("n_group") or 1),
-        num_chosen_groups=int(config.get("topk_group") or 1),
+        scale=number(config, "routed_scaling_factor", scale),
+        num_groups=int(config.get("n_group", groups[0]) or 1),
+        num_chosen_groups=int(config.get("topk_group", groups[1]) or 1),
         least_sum=LEAST_SUM,
     )
 

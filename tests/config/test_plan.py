@@ -110,7 +110,7 @@ def test_mixtral_with_low_latency_buffers(make_full_plan: MakePlan) -> None:
     assert any("600 tokens per rank are more than the 256" in note for note in plan.notes)
 
 
-def test_deepseek_is_reckoned_though_it_is_not_served(make_full_plan: MakePlan) -> None:
+def test_deepseek_with_low_latency_buffers(make_full_plan: MakePlan) -> None:
     words = ("-dp", "64", "--all2all-backend", LOW_LATENCY, "--max-num-batched-tokens", "128")
     plan = make_full_plan(DEEPSEEK_V3, *words, "--max-num-seqs", "64").plan
     # A byte each, and four for each block of 128 x 128.
@@ -123,9 +123,17 @@ def test_deepseek_is_reckoned_though_it_is_not_served(make_full_plan: MakePlan) 
     assert (heap.num_bytes, fixed.num_bytes) == (2 * GIB, 32 * 2**20)
     assert "1908410496 B" in heap.formula
     assert any("quantised (fp8)" in note for note in plan.notes)
-    assert "model_type is 'deepseek_v3'" in plan.refusals[0]
-    assert "model.json" in plan.refusals[0]
-    assert not any("quantised" in refusal for refusal in plan.refusals)
+    (refusal,) = plan.refusals
+    assert "8 nodes" in refusal
+
+
+def test_a_model_that_is_not_served_is_reckoned(make_full_plan: MakePlan) -> None:
+    content = {**DEEPSEEK_V3, "model_type": "deepseek_v32"}
+    plan = make_full_plan(content, "-dp", "8").plan
+    assert plan.kv_cache.bytes_per_token == 61 * (512 + 64) * 2
+    refusal = plan.refusals[0]
+    assert "model_type is 'deepseek_v32', which needs a sparse indexer" in refusal
+    assert "model.json" in refusal
 
 
 @pytest.mark.parametrize(

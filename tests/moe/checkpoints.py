@@ -1,5 +1,6 @@
 """Small random checkpoints, made by `transformers`, which is also the truth about them."""
 
+import json
 import pathlib
 from typing import Any
 
@@ -22,6 +23,22 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+# With sizes that differ, so that none can stand for another.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
 }
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -106,6 +123,45 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
         },
     },
+    "deepseek_v2": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": False,
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "rms_norm_eps": 1e-4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "mscale": 0.8,
+            "mscale_all_dim": 1.2,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "kimi_k2": {
+        **_LATENT,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.8,
+        "attention_bias": True,
+    },
+    "glm4_moe_lite": {
+        **_LATENT,
+        "n_group": 1,
+        "topk_group": 1,
+        "v_head_dim": 28,
+        "rope_interleave": False,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "dots1": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
@@ -151,6 +207,9 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     },
 }
 
+# Families that `transformers` computes as another.
+_CLASS_OF = {"kimi_k2": "deepseek_v3"}
+
 
 def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: Any) -> Any:
     """A float32 model of `family`, with `changes` to its config; the same for the same arguments.
@@ -170,7 +229,7 @@ def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: A
     sizes |= changes
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        AutoConfig.for_model(family, **sizes)
+        AutoConfig.for_model(_CLASS_OF.get(family, family), **sizes)
     )
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -190,6 +249,10 @@ def make_checkpoint(family: str, folder: pathlib.Path, **arguments: Any) -> Any:
     """Save `make_model(family, **arguments)` in `folder` and return it."""
     model = make_model(family, **arguments)
     model.save_pretrained(folder)
+    if family in _CLASS_OF:
+        path = folder / "config.json"
+        written = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(written | {"model_type": family}), encoding="utf-8")
     return model
 
 

@@ -20,7 +20,7 @@ from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 from moed.dist.registry import capabilities, create_backend
 from moed.moe.batch import ForwardBatch
-from moed.moe.kv_cache import KVCache, local_kv_heads
+from moed.moe.kv_cache import local_kv_heads, make_kv_cache
 from moed.moe.model import Decoder, load_model
 
 BLOCK_SIZE = 16
@@ -128,7 +128,7 @@ class Stepper:
         self._decoder = decoder
         self._rank = rank
         dtype = getattr(torch, config.model.dtype)
-        self._kv_cache = KVCache(
+        self._kv_cache = make_kv_cache(
             config.model,
             local_kv_heads(config.model, config.parallel.tensor_parallel_size),
             NUM_BLOCKS,

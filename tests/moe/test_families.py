@@ -196,7 +196,7 @@ def test_other_models_are_refused_with_what_they_need(tmp_path: pathlib.Path) ->
     for model_type, part in (("qwen3_next", ", which needs linear attention.*"), ("bert", "")):
         written["model_type"] = model_type
         (tmp_path / "config.json").write_text(json.dumps(written))
-        with pytest.raises(ModelError, match=f"'{model_type}'{part}; served are dots1, ernie"):
+        with pytest.raises(ModelError, match=f"'{model_type}'{part}; served are deepseek_v2, deep"):
             engine_config(tmp_path)
 
 

@@ -78,7 +78,11 @@ def engine_config(
             num_kv_heads=hf["num_key_value_heads"],
             head_dim=hf["head_dim"],
             vocab_size=hf["vocab_size"],
-            num_experts=hf.get("num_local_experts") or hf["num_experts"],
+            num_experts=next(
+                hf[name]
+                for name in ("num_local_experts", "n_routed_experts", "num_experts")
+                if name in hf
+            ),
             top_k=hf["num_experts_per_tok"],
             moe_intermediate_size=hf.get("moe_intermediate_size") or hf["intermediate_size"],
             max_position_embeddings=hf["max_position_embeddings"],

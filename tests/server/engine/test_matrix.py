@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -138,20 +138,32 @@ def truth(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
 Truth = dict[int, list[tuple[list[int], list[float]]]]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "qwen2_moe"])
+FAMILIES = [
+    "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    pytest.param("deepseek_v3", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Truth]]:
+) -> tuple[str, Truth]:
     """Folder of a small checkpoint, and what `transformers` answers to every rank's prompts."""
+    return made(request.param, tmp_path_factory)
+
+
+def made(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Truth]:
     from tests.moe.checkpoints import make_model
 
-    model = make_model(request.param)
-    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(family)
+    folder = tmp_path_factory.mktemp(family)
     model.save_pretrained(folder)
-    yield (
-        str(folder),
-        {rank: [truth(model, prompt) for prompt in prompts_of(rank)] for rank in PROMPT_LENGTHS},
-    )
+    answers = {
+        rank: [truth(model, prompt) for prompt in prompts_of(rank)] for rank in PROMPT_LENGTHS
+    }
+    return str(folder), answers
 
 
 @pytest.mark.parametrize(
@@ -208,6 +220,16 @@ def test_outputs_do_not_depend_on_how_work_is_split(
         [True] + [False] * (members - 1)
     ) * ranks
     check(by_process[::members], expected, SPLIT_BUDGETS, f"of {ranks} x {members}, {backend}")
+
+
+def test_latent_attention_over_processes(
+    tmp_path_factory: pytest.TempPathFactory, workers: Callable[[int], WorkerPool]
+) -> None:
+    """DP with an idle rank, then heads divided over the members of one rank."""
+    path, expected = made("deepseek_v3", tmp_path_factory)
+    for ranks, members in ((2, 1), (1, 2)):
+        by_process = workers(2).run(serve, path, "all2allv", SPLIT_BUDGETS, members, True)
+        check(by_process[::members], expected, SPLIT_BUDGETS, f"of {ranks} x {members}")
 
 
 def check(by_rank: list[Any], expected: Truth, budgets: tuple[int, ...], which: str) -> None:
