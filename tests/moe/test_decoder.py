@@ -10,6 +10,7 @@ from moed.moe.families import FAMILIES
 from tests.moe.checkpoints import make_checkpoint, prompt, true_greedy, true_logits
 from tests.moe.harness import Stepper, engine_config, load, one_rank
 
+MIXED = ["qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3"]
 TOLERANCE = 1e-4
 ALONE_TOLERANCE = 1e-5
 
@@ -74,7 +75,7 @@ def test_whole_prompt_and_decodes_equal_transformers(
         assert_close(found, expected[position : position + 1])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", MIXED)
 @pytest.mark.parametrize("piece", [1, 7, 16, 17, 64])
 def test_prompt_in_pieces_equals_transformers(make: Make, family: str, piece: int) -> None:
     truth, fresh = make(family)
@@ -98,7 +99,7 @@ def test_sliding_window_in_pieces(make: Make, piece: int) -> None:
     assert_close(torch.cat([step["b"] for step in found]), true_logits(truth, other))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", MIXED)
 def test_ragged_requests_share_a_batch(make: Make, family: str) -> None:
     truth, fresh = make(family)
     prompts = {str(length): prompt(length, seed=length) for length in (1, 2, 15, 16, 17, 50)}
@@ -107,7 +108,7 @@ def test_ragged_requests_share_a_batch(make: Make, family: str) -> None:
         assert_close(found[name], true_logits(truth, tokens))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", MIXED)
 def test_decodes_mix_with_prefills(make: Make, family: str) -> None:
     truth, fresh = make(family)
     texts = {name: prompt(60, seed=ord(name)) for name in "abcde"}
@@ -131,7 +132,7 @@ def test_decodes_mix_with_prefills(make: Make, family: str) -> None:
             done[name] += n
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", MIXED)
 def test_greedy_tokens_equal_transformers(make: Make, family: str) -> None:
     truth, fresh = make(family)
     prompts = {"a": prompt(9, seed=3), "b": prompt(21, seed=4)}
@@ -149,7 +150,7 @@ def test_greedy_tokens_equal_transformers(make: Make, family: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", MIXED)
 def test_batch_mates_do_not_change_a_request(make: Make, family: str) -> None:
     _, fresh = make(family)
     tokens = prompt(31, seed=5)

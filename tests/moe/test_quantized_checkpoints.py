@@ -30,6 +30,20 @@ SIZES: dict[str, Any] = {"hidden_size": 160, "num_hidden_layers": 2, "num_expert
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 160, "initializer_range": 0.12},
     "mixtral": {"intermediate_size": 160, "initializer_range": 0.1},
+    "deepseek_v3": {
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 160,
+        "intermediate_size": 160,
+        "q_lora_rank": 160,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "head_dim": 32,
+        "v_head_dim": 48,
+        "initializer_range": 0.08,
+    },
 }
 UP = "model.layers.1.mlp.experts.2.up_proj.weight"
 # By format: a scale, and the numbers that it belongs to.
@@ -77,7 +91,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield found
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("stored_format", FORMATS)
 def test_logits_equal_those_of_the_numbers_stored_plain(
     tmp_path: Path, stored_format: str, family: str
