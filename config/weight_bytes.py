@@ -22,7 +22,10 @@ NORMED = frozenset({"dots1", "hunyuan_v1_moe", "minimax_m2", "olmoe", "qwen3_moe
 CORRECTED = frozenset(
     {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2"}
 )
-
+# Those whose router computes in float32.
+FLOAT32_ROUTED = frozenset(
+    {"deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2"}
+)
 # Dense layers before the first MoE layer, where config.json does not say.
 NUM_FIRST_DENSE = {"deepseek_v3": 3, "glm4_moe_lite": 1}
 
@@ -67,6 +70,8 @@ def weight_bytes(config: EngineConfig) -> dict[str, int]:
     """Bytes of each of `PARTS` on one rank, the fullest where experts do not divide evenly."""
     itemsize = BYTES_PER_NUMBER[config.model.dtype]
     found = {part: count * itemsize for part, count in _num_weights(config).items()}
+    wider = BYTES_PER_NUMBER["float32"] - itemsize
+    found["router"] += sum(moe_layers(config.model)) * _num_float32(config.model) * wider
     if experts_stay_fp8(config):
         # A byte each, and a float32 scale for each block.
         blocks = FP8_BLOCK_SIZE[0] * FP8_BLOCK_SIZE[1]
@@ -146,11 +151,20 @@ def shared_intermediate_size(model: ModelConfig) -> int:
 
 def _router_extras(model: ModelConfig) -> int:
     """A bias for each expert, where its choice is corrected; a gate of the shared expert."""
-    config = model.hf_config
-    has_bias = config.get("topk_method") == "noaux_tc" or model.model_type in CORRECTED
-    bias = model.num_experts if has_bias or model.model_type == "gpt_oss" else 0
-    gate = model.hidden_size if _count(config, "shared_expert_intermediate_size") else 0
+    has_bias = _has_correction(model) or model.model_type == "gpt_oss"
+    bias = model.num_experts if has_bias else 0
+    gate = model.hidden_size if _count(model.hf_config, "shared_expert_intermediate_size") else 0
     return bias + gate
+
+
+def _has_correction(model: ModelConfig) -> bool:
+    return model.hf_config.get("topk_method") == "noaux_tc" or model.model_type in CORRECTED
+
+
+def _num_float32(model: ModelConfig) -> int:
+    """Numbers of one layer's router that are held in float32, whatever the model's dtype."""
+    weights = model.num_experts * model.hidden_size if model.model_type in FLOAT32_ROUTED else 0
+    return weights + (model.num_experts if _has_correction(model) else 0)
 
 
 def _expert_biases(model: ModelConfig, inner: int) -> int:

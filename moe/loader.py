@@ -38,8 +38,8 @@ class Source(Protocol):
         """The tensor `name` of `shape`, in the model's dtype, on `device`."""
         ...
 
-    def get_float32(self, name: str, size: int) -> torch.Tensor:
-        """The `size` numbers of the tensor `name`, whatever its shape, in float32."""
+    def get_float32(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor `name` in float32, as `shape`; stored, it may have other dims of 1."""
         ...
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
@@ -172,10 +172,10 @@ class Checkpoint:
         ]
         return self._plain(name, read, shape)
 
-    def get_float32(self, name: str, size: int) -> torch.Tensor:
+    def get_float32(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """See `Source.get_float32`."""
         found: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
-        return found.to(self.device, torch.float32).flatten()
+        return found.to(self.device, torch.float32).view(tuple(shape))
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         """See `Source.get_row`."""
@@ -263,8 +263,8 @@ class Dummy:
         random = torch.randn(tuple(shape), generator=generator) / math.sqrt(shape[-1])
         return random.to(self.device, self._dtype)
 
-    def get_float32(self, name: str, size: int) -> torch.Tensor:
-        return self.get(name, (size,)).float()
+    def get_float32(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        return self.get(name, shape).float()
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         return self.get(f"{name} {row}", shape[1:])

@@ -254,13 +254,14 @@ class _Builder:
     def _router(self, prefix: str, fused: FusedNames | None) -> Router:
         num_experts = self._model.num_experts
         name = self._names.router if fused is None else fused.router
-        weight = self._source.get(prefix + name, (num_experts, self._model.hidden_size))
+        read = self._source.get_float32 if self._features.router.is_float32 else self._source.get
+        weight = read(prefix + name, (num_experts, self._model.hidden_size))
         name_of_correction = self._names.correction
         if fused is not None and fused.correction is not None:
             name_of_correction = fused.correction
         correction = None
         if name_of_correction is not None:
-            correction = self._source.get_float32(prefix + name_of_correction, num_experts)
+            correction = self._source.get_float32(prefix + name_of_correction, (num_experts,))
         bias = None
         if self._names.router_bias is not None:
             bias = self._source.get(prefix + self._names.router_bias, (num_experts,))

@@ -36,6 +36,10 @@ class RouterSpec:
     """A group is as good as so many of its best experts together."""
     least_sum: float = 0.0
     """What renormalising divides by at least."""
+    is_float32: bool = False
+    """Logits are computed in float32, whatever the model's dtype, with weights that are held so:
+    16 bits would make equals of experts that are not.
+    """
     weighs_input: bool = False
     """The weights scale what goes into the experts, not what comes out."""
 
@@ -82,7 +86,7 @@ class Router:
     """One layer's router."""
 
     weight: torch.Tensor
-    """[E, D]."""
+    """[E, D], in the dtype that logits are computed in."""
     spec: RouterSpec
     correction: torch.Tensor | None = None
     """[E] float32, see `route`."""
@@ -91,4 +95,5 @@ class Router:
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `route`, for `hidden` [n, D]."""
+        hidden = hidden.to(self.weight.dtype)
         return route(F.linear(hidden, self.weight, self.bias), self.spec, self.correction)

@@ -37,17 +37,21 @@ class Survey:
         """A tensor without storage."""
         return self._read(name, shape, tuple(shape))
 
-    def get_float32(self, name: str, size: int) -> torch.Tensor:
-        """Of any shape with `size` numbers."""
-        shape = self._checkpoint.shape_of(name) if self._checkpoint.has(name) else (size,)
-        if math.prod(shape) != size:
+    def get_float32(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """As `shape`, but for dims of 1. It must be stored plain."""
+        wanted = found = tuple(shape)
+        if not self._checkpoint.is_plain(name):
             self._known |= self._checkpoint.names_of(name)
-            self._wrong.append(f"{name} has shape {list(shape)}, not [{size}]")
-            return torch.empty(size, device=self.device)
+            self._wrong.append(f"{name} is quantised, and served in plain numbers only")
+            return torch.empty(wanted, device=self.device)
+        if self._checkpoint.has(name):
+            stored = self._checkpoint.shape_of(name)
+            # Else the mismatch is told as any other.
+            found = stored if _without_ones(stored) == _without_ones(wanted) else wanted
         before = self.loaded_bytes
-        self._read(name, shape, shape)
-        self.loaded_bytes = before + size * torch.float32.itemsize
-        return torch.empty(size, device=self.device)
+        self._read(name, found, found)
+        self.loaded_bytes = before + math.prod(wanted) * torch.float32.itemsize
+        return torch.empty(wanted, device=self.device)
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         return self._read(name, shape, tuple(shape[1:]))
@@ -129,3 +133,7 @@ class Survey:
             f"{dtype} as it is loaded: {format_bytes(self.stored_bytes)} in its files become "
             f"{format_bytes(self.loaded_bytes)} of memory on each rank"
         )
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]

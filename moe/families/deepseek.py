@@ -59,6 +59,7 @@ def _deepseek_v2(model: ModelConfig, max_length: int) -> DecoderFeatures:
             num_groups=int(config.get("n_group") or 1) if has_groups else 1,
             num_chosen_groups=int(config.get("topk_group") or 1) if has_groups else 1,
             best_of_group=1,
+            is_float32=True,
         ),
     )
 

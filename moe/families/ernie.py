@@ -13,7 +13,10 @@ def _ernie(model: ModelConfig, max_length: int) -> DecoderFeatures:
     return DecoderFeatures(
         **common(model, max_length, eps=1e-5, is_interleaved=True, is_tied=True),
         router=RouterSpec(
-            model.top_k, renormalize=True, least_sum=number(config, "moe_norm_min", 1e-12)
+            model.top_k,
+            renormalize=True,
+            least_sum=number(config, "moe_norm_min", 1e-12),
+            is_float32=True,
         ),
     )
 

@@ -31,6 +31,7 @@ def corrected_sigmoid(
         num_groups=int(config.get("n_group", groups[0]) or 1),
         num_chosen_groups=int(config.get("topk_group", groups[1]) or 1),
         least_sum=LEAST_SUM,
+        is_float32=True,
     )
 
 

@@ -63,6 +63,9 @@ def test_one_rank_holds_every_weight(
     if content is QWEN3_30B:
         # Norms of queries and keys are held once for each head, and stored once for a layer.
         held -= 48 * (32 + 4 - 2) * 128
+    if content is DEEPSEEK_V3:
+        # Its router is held in float32.
+        held -= plan.weights["router"] // 4
     assert held == count
 
 

@@ -109,9 +109,14 @@ def tensors_in(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
             yield from tensors_in(part, seen)
 
 
-def test_the_plan_counts_every_weight(made: Made) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_plan_counts_every_weight(
+    made: Made, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed layout would hide the bytes."""
+    monkeypatch.setattr("moed.moe.linear.can_pack", lambda weight: False)
     _, folder = made
-    config = engine_config(folder)
+    config = engine_config(folder, dtype=dtype)
     decoder = load(config, one_rank())
     held = {(t.data_ptr(), t.numel()): t.nbytes for t in tensors_in(decoder, set())}
     assert sum(held.values()) == sum(weight_bytes(config).values())

@@ -13,8 +13,10 @@ from moed.config.engine_config import EngineConfig
 from moed.config.errors import ModelError
 from moed.config.memory import kv_bytes_per_token
 from moed.moe import mla
+from moed.moe.fused_moe import FusedMoE
 from moed.moe.kv_cache import KVCache, LatentCache, kv_bytes_per_block, make_kv_cache
 from moed.moe.mla import LatentAttention
+from moed.moe.router import Router
 from tests.moe.checkpoints import make_checkpoint, prompt, true_logits
 from tests.moe.harness import BLOCK_SIZE, NUM_BLOCKS, Stepper, engine_config, load, one_rank
 
@@ -177,3 +179,28 @@ def test_what_is_not_served_is_named(
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ModelError, match=words):
         load(engine_config(tmp_path), one_rank())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_experts_of_16_bit_models_are_chosen_in_float32(
+    tmp_path: pathlib.Path, family: str
+) -> None:
+    """Among so many rows 16 bits would choose others for some."""
+    from transformers import AutoModelForCausalLM
+
+    make_checkpoint(family, tmp_path)
+    truth: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    decoder = load(engine_config(tmp_path, dtype="bfloat16"), one_rank())
+    mlp = decoder._layers[1].mlp
+    assert isinstance(mlp, FusedMoE)
+    router = mlp._router
+    hidden = torch.randn(4000, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    with torch.inference_mode():
+        _, weights, ids = truth.model.layers[1].mlp.gate(hidden)
+    found_weights, found_ids = router.route(hidden)
+    chosen = torch.zeros(4000, 8).scatter(1, ids, weights)
+    found = torch.zeros(4000, 8).scatter(1, found_ids, found_weights)
+    torch.testing.assert_close(found, chosen, rtol=0, atol=1e-5)
+    assert router.weight.dtype == torch.float32
+    rounded = Router(router.weight.bfloat16(), router.spec, router.correction).route(hidden)[1]
+    assert not torch.equal(rounded.sort().values, ids.sort().values)
