@@ -29,12 +29,14 @@ def load_latent_attention(
     sizes, scale = features.latent, features.attention_scale
     assert sizes is not None and scale is not None
     compress, query_norm = _compress(source, prefix, model, features, sizes)
+    expand_key, expand_value = _expand(source, prefix, model, sizes, tensor_parallel)
     weights = LatentWeights(
         compress=compress,
         query_norm=query_norm,
         query=_query(source, prefix, model, sizes, tensor_parallel),
         norm=source.get(f"{prefix}kv_a_layernorm.weight", (sizes.kv_rank,)),
-        expand=_expand(source, prefix, model, sizes, tensor_parallel),
+        expand_key=expand_key,
+        expand_value=expand_value,
         output=_output(source, prefix, model, features, sizes, tensor_parallel),
     )
     return LatentAttention(sizes, weights, features.rotary, scale)
@@ -68,12 +70,14 @@ def _query(
 
 def _expand(
     source: Source, prefix: str, model: ModelConfig, sizes: Latent, members: TensorParallel
-) -> torch.Tensor:
-    """[h, plain + value, kv_rank]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[h, plain, kv_rank] and [h, value, kv_rank], which lie head by head in one tensor."""
     num_rows = sizes.plain_dim + sizes.value_dim
     own = head_shard(model.num_attention_heads, num_rows, members.size, members.rank)
     whole = source.get(f"{prefix}kv_b_proj.weight", (own.whole, sizes.kv_rank))
-    return whole[own.start : own.stop].view(-1, num_rows, sizes.kv_rank)
+    by_head = whole[own.start : own.stop].view(-1, num_rows, sizes.kv_rank)
+    key, value = by_head.split_with_sizes([sizes.plain_dim, sizes.value_dim], dim=1)
+    return key.contiguous(), value.contiguous()
 
 
 def _output(

@@ -43,8 +43,10 @@ class LatentWeights:
     """From the query's latent, else from D, to H (p + r)."""
     norm: torch.Tensor
     """[c]."""
-    expand: torch.Tensor
-    """[H, p + v, c]: from a latent to a head's plain part of K, and V."""
+    expand_key: torch.Tensor
+    """[H, p, c], contiguous: from a latent to the plain part of a head's K."""
+    expand_value: torch.Tensor
+    """[H, v, c], contiguous: to its V."""
     output: Linear
     """From H v."""
 
@@ -58,7 +60,7 @@ class LatentAttention:
         self._weights = weights
         self._rotary = rotary
         self._scale = scale
-        self._num_heads = weights.expand.shape[0]
+        self._num_heads = weights.expand_key.shape[0]
 
     def __call__(
         self,
@@ -111,12 +113,11 @@ class LatentAttention:
         num_heads = max(1, EXPANDED_BYTES // head_bytes)
         latent, shared = context.split_with_sizes([sizes.kv_rank, sizes.rotary_dim], dim=1)
         for first in range(0, self._num_heads, num_heads):
-            expand = self._weights.expand[first : first + num_heads]
-            made = F.linear(latent, expand.flatten(0, 1)).view(len(context), len(expand), -1)
-            plain, value = made.split_with_sizes([sizes.plain_dim, sizes.value_dim], dim=2)
-            key = torch.cat([plain, shared[:, None].expand(-1, len(expand), -1)], dim=2)
-            own = query[:, first : first + num_heads]
-            parts.append(_attend(own, key, value, prefill.mask, self._scale))
+            heads = slice(first, first + num_heads)
+            plain = _expanded(latent, self._weights.expand_key[heads])
+            key = torch.cat([plain, shared[:, None].expand(-1, plain.shape[1], -1)], dim=2)
+            value = _expanded(latent, self._weights.expand_value[heads])
+            parts.append(_attend(query[:, heads], key, value, prefill.mask, self._scale))
         return torch.cat(parts, dim=1)
 
     def _absorbs(self, num_rows: int, length: int) -> bool:
@@ -148,15 +149,18 @@ class LatentAttention:
         """[n, H, L]: queries to multiply with rows, from `query` [n, H, p + r]."""
         sizes = self._sizes
         plain, turned = query.split_with_sizes([sizes.plain_dim, sizes.rotary_dim], dim=2)
-        expand_key = self._weights.expand[:, : sizes.plain_dim]
-        moved = torch.bmm(plain.transpose(0, 1), expand_key).transpose(0, 1)
+        moved = torch.bmm(plain.transpose(0, 1), self._weights.expand_key).transpose(0, 1)
         return torch.cat([moved, turned], dim=2)
 
     def _from_latents(self, attended: torch.Tensor) -> torch.Tensor:
         """[n, H, v] from sums of rows [n, H, L], whose rotated part means nothing."""
         latent = attended[..., : self._sizes.kv_rank].transpose(0, 1)
-        expand_value = self._weights.expand[:, self._sizes.plain_dim :]
-        return torch.bmm(latent, expand_value.transpose(1, 2)).transpose(0, 1)
+        return torch.bmm(latent, self._weights.expand_value.transpose(1, 2)).transpose(0, 1)
+
+
+def _expanded(latent: torch.Tensor, expand: torch.Tensor) -> torch.Tensor:
+    """[N, heads, rows] for `latent` [N, c] and `expand` [heads, rows, c]."""
+    return F.linear(latent, expand.flatten(0, 1)).view(len(latent), *expand.shape[:2])
 
 
 def _norm(latent: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

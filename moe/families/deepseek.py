@@ -36,6 +36,8 @@ def _yarn_score_scale(model: ModelConfig) -> float:
     weight = rope.get("mscale_all_dim")
     if rope["rope_type"] == "default" or not weight:
         return 1.0
+    if not rope.get("factor"):
+        raise ModelError(f"rope_type {rope['rope_type']!r} with mscale_all_dim needs a factor")
     return yarn_scale(float(rope["factor"]), float(weight)) ** 2
 
 

@@ -22,6 +22,11 @@ from tests.moe.harness import BLOCK_SIZE, NUM_BLOCKS, Stepper, engine_config, lo
 
 TOLERANCE = 1e-4
 WAYS_TOLERANCE = 2e-5
+YARN_WITHOUT_FACTOR = {
+    "rope_type": "yarn",
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +174,11 @@ def test_yarn_as_transformers_4_wrote_it(tmp_path: pathlib.Path) -> None:
         ("deepseek_v3", {"qk_rope_head_dim": None}, "qk_rope_head_dim is missing"),
         ("deepseek_v3", {"v_head_dim": 0}, "v_head_dim is 0"),
         ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN_WITHOUT_FACTOR},
+            "'yarn' with mscale_all_dim needs a factor",
+        ),
     ],
 )
 def test_what_is_not_served_is_named(
