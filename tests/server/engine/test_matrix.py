@@ -155,8 +155,12 @@ def checkpoint(
 
 
 def made(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Truth]:
+    import torch
+
     from tests.moe.checkpoints import make_model
 
+    # So small a model is slower with more, by far on a busy machine.
+    torch.set_num_threads(1)
     model = make_model(family)
     folder = tmp_path_factory.mktemp(family)
     model.save_pretrained(folder)
