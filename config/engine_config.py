@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 from moed.config.capabilities import ActivationFormat, BackendCapabilities
@@ -202,7 +203,7 @@ class RunnerConfig:
     """How a rank executes its steps."""
 
     attention_backend: str
-    """"torch", "flashinfer", or "auto": on GPUs the latter where it is installed."""
+    """"torch", "flashinfer" or "auto". Nothing reads it yet: attention is torch's."""
     graph_buckets: tuple[int, ...]
     """Rows of the graphs that decode steps replay, none above B; empty: all steps are eager."""
 
@@ -260,14 +261,21 @@ class EngineConfig:
 
     def placement(self, layer: int = 0) -> ExpertPlacement:
         """Where the experts of decoder layer `layer` lie. All layers have as many slots."""
+        return self._placements[0 if len(self._placements) == 1 else layer]
+
+    @cached_property
+    def _placements(self) -> tuple[ExpertPlacement, ...]:
+        """By decoder layer, or one for all; made once, since reports of the experts' load ask for
+        each of them every second.
+        """
         parallel, num_experts = self.parallel, self.model.num_experts
         if not parallel.enable_expert_parallel:
-            return ExpertPlacement.sharded(num_experts, parallel.world_size)
+            return (ExpertPlacement.sharded(num_experts, parallel.world_size),)
         table = parallel.expert_placement
         if table is None:
-            return ExpertPlacement.linear(num_experts, parallel.world_size)
+            return (ExpertPlacement.linear(num_experts, parallel.world_size),)
         slots = max(len(held) for ranks in table for held in ranks)
-        return ExpertPlacement(table[layer], num_experts, least_local_slots=slots)
+        return tuple(ExpertPlacement(held, num_experts, least_local_slots=slots) for held in table)
 
     def agreement_items(self) -> dict[str, str]:
         """What must be equal on all ranks, as text: compared at start, key by key."""

@@ -126,7 +126,7 @@ class ServeSettings:
     )
     attention_backend: str = option(
         "auto",
-        "auto: flashinfer on GPUs where it is installed, else torch",
+        "has no effect yet: attention is computed by torch, whatever is chosen",
         group=PARALLEL,
         choices=("auto", "flashinfer", "torch"),
         synonyms={"sdpa": "torch"},

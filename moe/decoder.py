@@ -21,13 +21,8 @@ from moed.moe.fused_moe import FusedMoE
 from moed.moe.kv_cache import KVCache, LatentCache, local_kv_heads
 from moed.moe.linear import Linear
 from moed.moe.mla import LatentAttention
+from moed.moe.norm import rms_norm
 from moed.moe.rotary import Tables
-
-
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dim, in float32, as the checkpoints were trained."""
-    # The weight stays outside: the checkpoints' own code rounds to their dtype before it.
-    return F.rms_norm(hidden, hidden.shape[-1:], None, eps) * weight
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ from moed.moe.families import DecoderFeatures
 from moed.moe.linear import Linear, join_rows
 from moed.moe.loader import Source
 from moed.moe.mla import LatentAttention, LatentWeights
+from moed.moe.output_projection import load_output
 from moed.moe.shards import head_shard
 
 
@@ -28,6 +29,9 @@ def load_latent_attention(
     """
     sizes, scale = features.latent, features.attention_scale
     assert sizes is not None and scale is not None
+    heads = head_shard(
+        model.num_attention_heads, sizes.value_dim, tensor_parallel.size, tensor_parallel.rank
+    )
     compress, query_norm = _compress(source, prefix, model, features, sizes)
     expand_key, expand_value = _expand(source, prefix, model, sizes, tensor_parallel)
     weights = LatentWeights(
@@ -37,7 +41,7 @@ def load_latent_attention(
         norm=source.get(f"{prefix}kv_a_layernorm.weight", (sizes.kv_rank,)),
         expand_key=expand_key,
         expand_value=expand_value,
-        output=_output(source, prefix, model, features, sizes, tensor_parallel),
+        output=load_output(source, prefix, model, features, heads, tensor_parallel),
     )
     return LatentAttention(sizes, weights, features.rotary, scale)
 
@@ -78,23 +82,3 @@ def _expand(
     by_head = whole[own.start : own.stop].view(-1, num_rows, sizes.kv_rank)
     key, value = by_head.split_with_sizes([sizes.plain_dim, sizes.value_dim], dim=1)
     return key.contiguous(), value.contiguous()
-
-
-def _output(
-    source: Source,
-    prefix: str,
-    model: ModelConfig,
-    features: DecoderFeatures,
-    sizes: Latent,
-    members: TensorParallel,
-) -> Linear:
-    """From the h own heads to D."""
-    own = head_shard(model.num_attention_heads, sizes.value_dim, members.size, members.rank)
-    weight = source.get(f"{prefix}o_proj.weight", (model.hidden_size, own.whole))
-    if members.size > 1:
-        weight = weight[:, own.start : own.stop].contiguous()
-    bias = None
-    if features.attention_output_bias:
-        bias = source.get(f"{prefix}o_proj.bias", (model.hidden_size,))
-    # Added once, not by each member.
-    return Linear(weight, bias if members.is_first else None)

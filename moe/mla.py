@@ -23,6 +23,7 @@ from moed.config.weight_bytes import Latent
 from moed.moe.attention import AttentionPlan, Decodes, Prefill
 from moed.moe.kv_cache import LatentCache
 from moed.moe.linear import Linear
+from moed.moe.norm import rms_norm
 from moed.moe.rotary import Rotary, Tables
 
 # Of the RMS norms of latents, in all families and whatever config.json says of the others.
@@ -95,12 +96,12 @@ class LatentAttention:
             [compressed.shape[1] - sizes.row_size, sizes.kv_rank, sizes.rotary_dim], dim=1
         )
         if weights.query_norm is not None:
-            hidden = _norm(latent_query, weights.query_norm)
+            hidden = rms_norm(latent_query, weights.query_norm, LATENT_EPS)
         query = weights.query(hidden).view(-1, self._num_heads, sizes.query_dim)
         plain, turned = query.split_with_sizes([sizes.plain_dim, sizes.rotary_dim], dim=2)
         query = torch.cat([plain, self._rotary.rotate(turned, tables)], dim=2)
         shared = self._rotary.rotate(shared[:, None], tables)[:, 0]
-        return query, torch.cat([_norm(latent, weights.norm), shared], dim=1)
+        return query, torch.cat([rms_norm(latent, weights.norm, LATENT_EPS), shared], dim=1)
 
     def _prefill(
         self, query: torch.Tensor, context: torch.Tensor, prefill: Prefill
@@ -161,10 +162,6 @@ class LatentAttention:
 def _expanded(latent: torch.Tensor, expand: torch.Tensor) -> torch.Tensor:
     """[N, heads, rows] for `latent` [N, c] and `expand` [heads, rows, c]."""
     return F.linear(latent, expand.flatten(0, 1)).view(len(latent), *expand.shape[:2])
-
-
-def _norm(latent: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(latent, latent.shape[-1:], None, LATENT_EPS) * weight
 
 
 def _attend(

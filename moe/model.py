@@ -22,6 +22,7 @@ from moed.moe.latent_weights import load_latent_attention
 from moed.moe.linear import Linear, join_rows
 from moed.moe.loader import Checkpoint, Dummy, Source
 from moed.moe.mla import LatentAttention
+from moed.moe.output_projection import load_output
 from moed.moe.progress import layer_progress
 from moed.moe.router import Router
 from moed.moe.shards import Shard, even_shard, head_shard, shard_of
@@ -109,8 +110,7 @@ class _Builder:
         self._rank = groups.rank
         self._backend = backend
         self._tensor_parallel = TensorParallel(groups)
-        self._experts: list[Experts] = []
-        self._moe_layers: list[int] = []
+        self._experts: dict[int, Experts] = {}
         # Of the layer that is being built.
         self._placement = config.placement()
 
@@ -137,7 +137,7 @@ class _Builder:
             self._features,
             embedding,
             layers,
-            dict(zip(self._moe_layers, self._experts, strict=True)),
+            self._experts,
             final_norm,
             Linear(head, None),
             self._tensor_parallel,
@@ -182,10 +182,6 @@ class _Builder:
                 return whole[shard.start : shard.stop].view(-1, dim)
             return source.get(layer + name, (dim,)).expand(shard.size // dim, -1)
 
-        output = source.get(f"{prefix}o_proj.weight", (hidden, query.whole))
-        bias = None
-        if features.attention_output_bias:
-            bias = source.get(f"{prefix}o_proj.bias", (hidden,))
         return Attention(
             qkv=Linear(
                 join_rows([rows_of(f"{name}_proj.weight", own, hidden) for name, own in parts]),
@@ -193,11 +189,7 @@ class _Builder:
                 if features.attention_bias
                 else None,
             ),
-            output=Linear(
-                output if size == 1 else output[:, query.start : query.stop].contiguous(),
-                # Added once, not by each member.
-                bias if self._tensor_parallel.is_first else None,
-            ),
+            output=load_output(source, prefix, model, features, query, self._tensor_parallel),
             sinks=(
                 source.get(f"{prefix}sinks", (query.whole // dim,))[
                     query.start // dim : query.stop // dim
@@ -239,8 +231,7 @@ class _Builder:
             self._config.parallel.device,
             self._routed_experts(prefix, fused),
         )
-        self._experts.append(experts)
-        self._moe_layers.append(index)
+        self._experts[index] = experts
         return FusedMoE(
             self._config.fused_moe,
             router,

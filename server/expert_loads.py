@@ -17,8 +17,6 @@ WINDOW_S = 60.0
 # The window's begin is known this exactly; each mark keeps one copy of the counts.
 MARK_INTERVAL_S = 10.0
 
-Counts = "np.ndarray[tuple[int, ...], np.dtype[np.int64]]"
-
 
 @dataclass(frozen=True)
 class LayerLoad:
@@ -77,8 +75,9 @@ class ExpertLoads:
             self._counts[index, report.rank, list(experts)] = report.rows[index][: len(experts)]
 
     def _mark(self) -> None:
+        """Remember the counts every now and then, and forget what lies before the window."""
         now = self._clock()
-        if self._marks and now - self._marks[-1][0] < MARK_INTERVAL_S:
+        if not self._marks or now - self._marks[-1][0] < MARK_INTERVAL_S:
             return
         self._marks.append((now, self._counts.copy()))
         while len(self._marks) > 1 and now - self._marks[1][0] >= WINDOW_S:
@@ -87,16 +86,12 @@ class ExpertLoads:
     @property
     def window_s(self) -> float:
         """Seconds that the window covers now; 0 before the first report."""
-        self._mark_if_any()
+        self._mark()
         return self._clock() - self._marks[0][0] if self._marks else 0.0
-
-    def _mark_if_any(self) -> None:
-        if self._layers:
-            self._mark()
 
     def layers(self) -> list[LayerLoad]:
         """Of all MoE layers; empty before the first report."""
-        self._mark_if_any()
+        self._mark()
         if not self._layers:
             return []
         window = self._counts - self._marks[0][1]
