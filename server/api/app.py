@@ -15,6 +15,7 @@ from moed.server.api.middleware.request_id import RequestId
 from moed.server.api.middleware.unexpected_errors import UnexpectedErrors
 from moed.server.api.models import models_router
 from moed.server.api.probes import probes_router
+from moed.server.api.responses_api.routes import responses_router
 from moed.server.api.state import AppState
 from moed.server.api.tokenization import tokenization_router
 
@@ -44,6 +45,7 @@ def create_app(state: AppState) -> FastAPI:
         completions_router(state),
         chat_router(state),
         messages_router(state),
+        responses_router(state),
         tokenization_router(state),
         experts_router(state),
     ):

@@ -47,6 +47,8 @@ class Grown:
 @dataclass(frozen=True)
 class Closed:
     block: Block
+    is_end: bool
+    """Of the answer: what ended it ended the block."""
 
 
 Change = Opened | Grown | Closed
@@ -64,7 +66,7 @@ class Blocks:
         for delta in self._output.deltas(piece, is_last):
             yield from self._take(delta)
         if is_last and self.all:
-            yield Closed(self.all[-1])
+            yield Closed(self.all[-1], is_end=True)
 
     def _take(self, delta: Delta) -> Iterator[Change]:
         if delta.tool_calls is not UNSET:
@@ -87,7 +89,7 @@ class Blocks:
 
     def _open(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
         if self.all:
-            yield Closed(self.all[-1])
+            yield Closed(self.all[-1], is_end=False)
         self.all.append(Block(len(self.all), kind, call_id, name))
         yield Opened(self.all[-1])
 

@@ -79,7 +79,7 @@ async def start_chat(
     request: Request,
     body: ChatBody,
     defaults: Defaults,
-    id_prefix: str = "chatcmpl",
+    id_prefix: str = "chatcmpl-",
     *,
     is_cut_to_context: bool = False,
 ) -> "ChatGeneration":

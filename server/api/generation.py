@@ -110,10 +110,11 @@ class Generation:
         self.state = state
         self.body = body
         self.ignored = ignored
+        self.sampling = sampling
         self.num_per_prompt = body.n or 1
         self.prompts = prompts
         self.model = served_model(body.model, state)
-        self.id = f"{id_prefix}-{uuid.uuid4().hex}"
+        self.id = id_prefix + uuid.uuid4().hex
         self.created = int(time.time())
         if body.request_id is not None:
             request.scope[SCOPE_KEY] = body.request_id

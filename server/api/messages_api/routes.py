@@ -28,7 +28,7 @@ def messages_router(state: AppState) -> APIRouter:
 
         async def start() -> ChatGeneration:
             return await start_chat(
-                state, request, to_chat(body), defaults, "msg", is_cut_to_context=True
+                state, request, to_chat(body), defaults, "msg_", is_cut_to_context=True
             )
 
         def error_event(error: ApiError) -> bytes:

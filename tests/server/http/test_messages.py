@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from moed.server.messages import AddRequest, TokenOutput
+from moed.server.messages import AddRequest
 from tests.server.http.checkpoints import END, START
 from tests.server.http.configs import frontend_config
 from tests.server.http.served import Served
@@ -52,7 +52,7 @@ def test_a_message_is_answered_and_counted(served: Served) -> None:
         {"type": "text", "text": "hello world"}
     ]
     assert (answer.role, answer.type, answer.stop_reason) == ("assistant", "message", "end_turn")
-    assert answer.id.startswith("msg-")
+    assert answer.id.startswith("msg_")
     prompt = f"{START}system\nbe{END}\n{START}user\nhi{END}\n{START}assistant\n"
     assert prompt_of(served, served.last_request) == prompt
     num_prompt = len(served.last_request.prompt_token_ids)
@@ -144,7 +144,7 @@ def test_events_come_in_order(hermes: Served) -> None:
 
 
 def test_history_reaches_the_template_as_a_chat(hermes: Served) -> None:
-    seen = {}
+    seen: dict[str, Any] = {}
     template = hermes.state.tools.chat_template
     assert template is not None
     render = template.render
@@ -291,27 +291,12 @@ def test_a_failure_midway_is_an_error_event(served: Served) -> None:
         with client.messages.stream(model="tiny", max_tokens=400, messages=USER) as stream:
             for count, _ in enumerate(stream):
                 if count == 5:
-                    fail_all(served)
+                    served.fail_all()
     assert "request_id" in str(failed.value) and "api_error" in str(failed.value)
 
 
-def fail_all(served: Served) -> None:
-    """Every running request ends with an error of its engine."""
-    for engine in served.engines:
-        for request_id, (request, _, done) in list(engine._running.items()):
-            engine.inject(
-                TokenOutput(
-                    request_id=request_id,
-                    epoch=request.epoch,
-                    output_index=done,
-                    token_ids=[],
-                    finish_reason="error",
-                )
-            )
-
-
 def test_keys_come_in_either_header(checkpoint: pathlib.Path) -> None:
-    says_ok = {"model": "tiny", "max_tokens": 2, "messages": USER}
+    says_ok: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "messages": USER}
     with Served(frontend_config(checkpoint, api_keys=("secret",)), ready=False) as served:
         for engine in served.engines:
             engine.become_ready()
