@@ -22,6 +22,9 @@ REMOTE = ("mcp_servers", "container")
 def to_chat(body: CountBody) -> ChatBody:
     """Raises `InvalidRequest` for what this server cannot do."""
     extras = body.unknown_fields()
+    if not isinstance(body, MessagesBody):
+        # Counting needs none of them.
+        extras = {k: v for k, v in extras.items() if k not in MessagesBody.model_fields}
     for name in REMOTE:
         if extras.pop(name, None):
             raise UnsupportedParameter(f"{name} is not supported by this server", param=name)

@@ -32,7 +32,7 @@ class ApiKeys:
         headers = dict(scope["headers"])
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer":
-            key = headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
+            key = headers.get(b"x-api-key", b"")  # as Anthropic's protocol has it
         # No early exit: the time taken tells nothing about which key nearly matched.
         matches = [hmac.compare_digest(known, key.strip()) for known in self._keys]
         return any(matches)

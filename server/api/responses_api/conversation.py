@@ -34,6 +34,9 @@ def items_of(given: Input) -> list[Item]:
 def to_chat(body: InputBody, history: Sequence[Item]) -> ChatBody:
     """`history`: items before the body's own. Raises `InvalidRequest`."""
     extras = body.unknown_fields()
+    if not isinstance(body, ResponsesBody):
+        # Counting needs none of them.
+        extras = {k: v for k, v in extras.items() if k not in ResponsesBody.model_fields}
     for name, passing in OFF_VALUES.items():
         value = extras.pop(name) if name in extras else getattr(body, name, None)
         if value not in passing:

@@ -305,6 +305,8 @@ def test_keys_come_in_either_header(checkpoint: pathlib.Path) -> None:
             assert client.messages.create(**says_ok).stop_reason == "max_tokens"
         with client_of(served, api_key=None, auth_token="secret") as client:
             assert client.messages.create(**says_ok).stop_reason == "max_tokens"
+        for key, status in (("secret", 200), ("other", 401), ("", 401)):
+            assert served.post(PATH, says_ok, headers={"x-api-key": key}).status_code == status
         with client_of(served, api_key="other") as client:
             with pytest.raises(anthropic.AuthenticationError) as refused:
                 client.messages.create(**says_ok)

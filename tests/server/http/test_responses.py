@@ -202,6 +202,9 @@ def test_history_reaches_the_template_as_a_chat(hermes: Served) -> None:
             "call_id": "c2",
             "output": [{"type": "input_text", "text": "rain"}],
         },
+        {"role": "assistant", "content": "Sun,"},
+        {"role": "assistant", "content": "and rain."},
+        {"role": "user", "content": "b"},
     ]
     says(hermes, "ok")
     template.render = spy  # type: ignore[method-assign]
@@ -225,6 +228,9 @@ def test_history_reaches_the_template_as_a_chat(hermes: Served) -> None:
         },
         {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": "sun"},
         {"role": "tool", "tool_call_id": "c2", "name": "get_weather", "content": "rain"},
+        {"role": "assistant", "content": "Sun,"},
+        {"role": "assistant", "content": "and rain."},
+        {"role": "user", "content": "b"},
     ]
     assert seen["tools"][0]["function"]["name"] == "get_weather"
     assert seen["options"]["reasoning_effort"] == "high"
