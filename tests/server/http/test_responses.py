@@ -174,6 +174,20 @@ def test_events_come_in_order(hermes: Served) -> None:
             assert event["item_id"] == items[event["output_index"]]["id"]
 
 
+def test_only_what_was_being_written_is_incomplete(hermes: Served) -> None:
+    text = "<think>hm</think>x"
+    says(hermes, text)
+    num_tokens = len(hermes.state.tools.tokenizer.encode(text, False))
+    _, events = events_of(hermes, max_output_tokens=num_tokens)
+    # The last token ends the reasoning and begins the text, at which the answer is cut.
+    done = [e["item"] for e in events if e["type"].endswith("item.done")]
+    assert [(item["type"], item["status"]) for item in done] == [
+        ("reasoning", "completed"),
+        ("message", "incomplete"),
+    ]
+    assert done == events[-1]["response"]["output"]
+
+
 def test_history_reaches_the_template_as_a_chat(hermes: Served) -> None:
     seen: dict[str, Any] = {}
     template = hermes.state.tools.chat_template
