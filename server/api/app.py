@@ -7,6 +7,7 @@ from moed.server.api.chat import chat_router
 from moed.server.api.completions import completions_router
 from moed.server.api.errors import install_error_handlers
 from moed.server.api.experts import experts_router
+from moed.server.api.messages_api.routes import messages_router
 from moed.server.api.middleware.api_keys import ApiKeys
 from moed.server.api.middleware.availability import Availability
 from moed.server.api.middleware.body_limit import BodyLimit
@@ -14,6 +15,7 @@ from moed.server.api.middleware.request_id import RequestId
 from moed.server.api.middleware.unexpected_errors import UnexpectedErrors
 from moed.server.api.models import models_router
 from moed.server.api.probes import probes_router
+from moed.server.api.responses_api.routes import responses_router
 from moed.server.api.state import AppState
 from moed.server.api.tokenization import tokenization_router
 
@@ -42,6 +44,8 @@ def create_app(state: AppState) -> FastAPI:
         models_router(state),
         completions_router(state),
         chat_router(state),
+        messages_router(state),
+        responses_router(state),
         tokenization_router(state),
         experts_router(state),
     ):

@@ -49,37 +49,58 @@ def chat_router(state: AppState) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-
-        async def start() -> Generation:
-            served_model(body.model, state)
-            ignored = check_unknown(body, state.config)
-            check_num_choices(body.n or 1, state)
-            sampling = make_sampling(body, state.config, defaults, state.context_length)
-            sampling = without_bad_words(sampling, body, state)
-            asked, tools = asked_grammar(body), offered_tools(body)
-            text = await render(
-                state,
-                body.messages,
-                tools,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=bool(body.continue_final_message),
-                options=template_options(body),
-            )
-            prompt = await tokenize_conversation(
-                text, bool(body.add_special_tokens), state, body.truncate_prompt_tokens is None
-            )
-            prompt.token_ids = truncated(prompt.token_ids, body, state)
-            plan = plan_answer(body, tools, text, asked, state.tools)
-            if plan.question is not None:
-                grammar = await engine_grammar(plan.question, plan.param, state)
-                sampling = sampling.with_grammar(grammar)
-            told = replace(ignored, notes=plan.notes)
-            return ChatGeneration(state, request, body, prompt, sampling, told, plan)
-
         events = stream_chat if body.stream else None
-        return await respond(request, start(), events, whole_chat)
+        return await respond(
+            request, start_chat(state, request, body, defaults), events, whole_chat
+        )
 
     return router
+
+
+async def rendered_chat(body: ChatBody, state: AppState) -> tuple[str, PromptTokens]:
+    """A conversation's prompt. Raises `InvalidRequest` or `TemplateFailed`."""
+    text = await render(
+        state,
+        body.messages,
+        offered_tools(body),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        options=template_options(body),
+    )
+    prompt = await tokenize_conversation(
+        text, bool(body.add_special_tokens), state, body.truncate_prompt_tokens is None
+    )
+    prompt.token_ids = truncated(prompt.token_ids, body, state)
+    return text, prompt
+
+
+async def start_chat(
+    state: AppState,
+    request: Request,
+    body: ChatBody,
+    defaults: Defaults,
+    id_prefix: str = "chatcmpl-",
+    *,
+    is_cut_to_context: bool = False,
+) -> "ChatGeneration":
+    """Check, render and submit. `is_cut_to_context`: the output may be shorter than was asked for,
+    where the context ends. Raises `ApiError` or `TemplateFailed`.
+    """
+    served_model(body.model, state)
+    ignored = check_unknown(body, state.config)
+    check_num_choices(body.n or 1, state)
+    sampling = make_sampling(body, state.config, defaults, state.context_length)
+    if is_cut_to_context:
+        sampling = sampling.cut_to_context()
+    sampling = without_bad_words(sampling, body, state)
+    asked, tools = asked_grammar(body), offered_tools(body)
+    text, prompt = await rendered_chat(body, state)
+    plan = plan_answer(body, tools, text, asked, state.tools)
+    if plan.question is not None:
+        grammar = await engine_grammar(plan.question, plan.param, state)
+        sampling = sampling.with_grammar(grammar)
+    told = replace(ignored, notes=plan.notes)
+    return ChatGeneration(state, request, body, prompt, sampling, told, plan, id_prefix)
 
 
 class ChatGeneration(Generation):
@@ -94,8 +115,9 @@ class ChatGeneration(Generation):
         sampling: Sampling,
         ignored: Ignored,
         plan: AnswerPlan,
+        id_prefix: str,
     ) -> None:
-        super().__init__(state, request, body, [prompt], sampling, ignored, "chatcmpl", plan.shown)
+        super().__init__(state, request, body, [prompt], sampling, ignored, id_prefix, plan.shown)
         shows_reasoning = body.include_reasoning is not False
         self.outputs = [
             ChatOutput(plan.options, choice.text, shows_reasoning=shows_reasoning)

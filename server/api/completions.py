@@ -59,7 +59,7 @@ def completions_router(state: AppState) -> APIRouter:
                 question = Question(asked.kind, asked.source)
                 grammar = await engine_grammar(question, asked.param, state)
                 sampling = sampling.with_grammar(grammar)
-            return Generation(state, request, body, prompts, sampling, ignored, "cmpl")
+            return Generation(state, request, body, prompts, sampling, ignored, "cmpl-")
 
         events = stream_completion if body.stream else None
         return await respond(request, start(), events, whole_completion)

@@ -8,13 +8,18 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from moed.server.api.request_ids import SCOPE_KEY
 from moed.server.api.validation import first_problem
 from moed.server.chat_template import TemplateFailed
 from moed.server.engine_client import GenerationFailed, QueueFull
 
 # Clients show messages to people and put them in logs; one never quotes a whole request.
 MAX_MESSAGE_BYTES = 3000
+MESSAGES_PATH = "/v1/messages"
+# Where Anthropic's words for a status are not OpenAI's.
+MESSAGES_ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error"}
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -121,22 +126,49 @@ class Unavailable(ApiError):
 
 def envelope(error: ApiError) -> bytes:
     """The JSON body."""
-    message = error.message
-    encoded = message.encode(errors="replace")
-    if len(encoded) > MAX_MESSAGE_BYTES:
-        message = encoded[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"
+    message = _shorten(error.message)
     return msgspec.json.encode(
         ErrorEnvelope(ErrorBody(message, error.type, error.param, error.code))
     )
 
 
+def is_messages_path(path: str) -> bool:
+    """True for the routes that speak Anthropic's protocol."""
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def messages_envelope(error: ApiError, request_id: str | None) -> bytes:
+    """The JSON body in Anthropic's protocol."""
+    kind = MESSAGES_ERROR_TYPES.get(error.status, error.type)
+    body = {"type": kind, "message": _shorten(error.message)}
+    return msgspec.json.encode({"type": "error", "error": body, "request_id": request_id})
+
+
+def _shorten(message: str) -> str:
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= MAX_MESSAGE_BYTES:
+        return message
+    return encoded[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"
+
+
+class ErrorResponse(Response):
+    """In the shape that clients of the route expect."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(
+            envelope(error), error.status, headers=error.headers, media_type="application/json"
+        )
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and is_messages_path(scope["path"]):
+            self.body = messages_envelope(self._error, scope.get(SCOPE_KEY))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: ApiError) -> Response:
-    return Response(
-        envelope(error),
-        status_code=error.status,
-        headers=error.headers,
-        media_type="application/json",
-    )
+    return ErrorResponse(error)
 
 
 def to_api_error(error: Exception, method: str = "", path: str = "") -> ApiError | None:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from moed.server.api.errors import InternalError, envelope, to_api_error
+from moed.server.api.errors import ApiError, InternalError, envelope, to_api_error
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,10 @@ class ClientLeft(Exception):
 
 def event(body: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def named_event(name: str, body: Mapping[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -71,7 +75,9 @@ class EventStream(Response):
         *,
         keep_alive_s: float,
         on_close: Callable[[], None],
+        error_event: Callable[[ApiError], bytes],
     ) -> None:
+        """`error_event`: how clients of the route are told of an error."""
         super().__init__(
             headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             media_type="text/event-stream",
@@ -80,6 +86,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._on_close = on_close
+        self._error_event = error_event
         self._keep_alive_s = keep_alive_s
         self._last_sent_at = 0.0
 
@@ -101,7 +108,7 @@ class EventStream(Response):
         except (asyncio.CancelledError, OSError):
             raise
         except Exception as error:
-            await self._send(send, _error_event(error))
+            await self._send(send, self._error_event(streamed_error(error)))
         finally:
             await _cancel(keep_alive)
             await self._events.aclose()
@@ -121,10 +128,14 @@ class EventStream(Response):
                 await self._send(send, KEEP_ALIVE)
 
 
-def _error_event(error: Exception) -> bytes:
+def streamed_error(error: Exception) -> ApiError:
     """The status has been sent already: an error can only be the last event."""
     mapped = to_api_error(error)
     if mapped is None:
         logger.error("a streamed answer failed", exc_info=error)
         mapped = InternalError("the server made a mistake; its log tells more")
-    return b"data: " + envelope(mapped) + b"\n\n"
+    return mapped
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"data: " + envelope(error) + b"\n\n"

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from moed.server.api.choice_text import ChoiceText, Piece, Token
 from moed.server.api.errors import InvalidRequest, NotFound
 from moed.server.api.logprobs import prompt_logprobs
-from moed.server.api.middleware.request_id import SCOPE_KEY
 from moed.server.api.parameters import Ignored, Sampling
+from moed.server.api.request_ids import SCOPE_KEY
 from moed.server.api.requests import SamplingBody
 from moed.server.api.responses import Answer, PromptTokensDetails, Usage
 from moed.server.api.state import AppState
@@ -110,10 +110,11 @@ class Generation:
         self.state = state
         self.body = body
         self.ignored = ignored
+        self.sampling = sampling
         self.num_per_prompt = body.n or 1
         self.prompts = prompts
         self.model = served_model(body.model, state)
-        self.id = f"{id_prefix}-{uuid.uuid4().hex}"
+        self.id = id_prefix + uuid.uuid4().hex
         self.created = int(time.time())
         if body.request_id is not None:
             request.scope[SCOPE_KEY] = body.request_id

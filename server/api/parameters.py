@@ -177,6 +177,11 @@ class Sampling:
             **self.shared,
         )
 
+    def cut_to_context(self) -> "Sampling":
+        """The same, where `max_tokens` may be more than the context has room for."""
+        most = self.limits.max_tokens
+        return replace(self, limits=replace(self.limits, max_tokens=None, default_max_tokens=most))
+
     def with_bad_words(self, words: list[list[int]]) -> "Sampling":
         """The same, for outputs that hold none of `words`, each a sequence of tokens."""
         return replace(self, shared={**self.shared, "bad_words": words})

@@ -6,7 +6,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moed.server.api.event_stream import KEEP_ALIVE_S, EventStream, until_disconnect
+from moed.server.api.errors import ApiError
+from moed.server.api.event_stream import (
+    KEEP_ALIVE_S,
+    EventStream,
+    error_event,
+    until_disconnect,
+)
 from moed.server.api.generation import Generation
 
 
@@ -15,6 +21,7 @@ async def respond(
     start: Coroutine[Any, Any, Generation],
     events: Callable[[Generation], AsyncGenerator[bytes, None]] | None,
     whole: Callable[[Generation], Response],
+    error_event: Callable[[ApiError], bytes] = error_event,
 ) -> Response:
     """Answer with `events` as they come, or, where it is None, with `whole` at the end.
 
@@ -28,6 +35,7 @@ async def respond(
             generation.ignored.headers,
             keep_alive_s=KEEP_ALIVE_S,
             on_close=generation.close,
+            error_event=error_event,
         )
 
     async def answer() -> Response:

@@ -1,4 +1,4 @@
-"""Bearer keys: everything is guarded but the probes."""
+"""API keys: everything is guarded but the probes."""
 
 import hmac
 from collections.abc import Sequence
@@ -22,16 +22,17 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         error = InvalidApiKey(
-            "no valid API key was given: send one as `Authorization: Bearer KEY`",
+            "no valid API key was given: send one as `Authorization: Bearer KEY` or as "
+            "`x-api-key: KEY`",
             headers={"WWW-Authenticate": "Bearer"},
         )
         await error_response(error)(scope, receive, send)
 
     def _is_known(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, key = given.partition(b" ")
+        headers = dict(scope["headers"])
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer":
-            return False
+            key = headers.get(b"x-api-key", b"")  # as Anthropic's protocol has it
         # No early exit: the time taken tells nothing about which key nearly matched.
         matches = [hmac.compare_digest(known, key.strip()) for known in self._keys]
         return any(matches)

@@ -6,9 +6,10 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moed.server.api.request_ids import SCOPE_KEY
+
 HEADER = b"x-request-id"
 VALID_ID = re.compile(rb"[\x21-\x7e]{1,200}")
-SCOPE_KEY = "moed_request_id"
 
 
 class RequestId:

@@ -5,7 +5,7 @@ import logging
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moed.server.api.errors import InternalError, error_response
-from moed.server.api.middleware.request_id import SCOPE_KEY
+from moed.server.api.request_ids import SCOPE_KEY
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import uvloop
 from moed.config.engine_config import EngineConfig
 from moed.server.api.state import AppState
 from moed.server.frontend import Frontend
-from moed.server.messages import AddRequest, FromFrontend, ToFrontend
+from moed.server.messages import AddRequest, FromFrontend, ToFrontend, TokenOutput
 from tests.server.http.fake_engine import FakeEngine
 
 _decoder = msgspec.msgpack.Decoder(FromFrontend)
@@ -139,6 +139,20 @@ class Served:
         return openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20, **options
         )
+
+    def fail_all(self) -> None:
+        """Every running request ends with an error of its engine."""
+        for engine in self.engines:
+            for request_id, (request, _, done) in list(engine._running.items()):
+                engine.inject(
+                    TokenOutput(
+                        request_id=request_id,
+                        epoch=request.epoch,
+                        output_index=done,
+                        token_ids=[],
+                        finish_reason="error",
+                    )
+                )
 
     @property
     def num_running(self) -> int:

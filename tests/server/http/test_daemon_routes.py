@@ -76,6 +76,8 @@ def test_openapi_describes_the_routes(served: Served) -> None:
     schema = served.get("/openapi.json").json()
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/livez"):
         assert path in schema["paths"]
+    for path in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
+        assert path in schema["paths"]
     completion = schema["components"]["schemas"]["CompletionBody"]["properties"]
     assert {"prompt", "max_tokens", "stop", "echo"} <= set(completion)
 

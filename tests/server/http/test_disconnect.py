@@ -29,6 +29,26 @@ COMPLETION = ("/v1/completions", {"prompt": [1, 2], "max_tokens": 400})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
 
 
+MESSAGES = ("/v1/messages", {**CHAT[1], "max_tokens": 400})
+RESPONSES = ("/v1/responses", {"input": "hi"})
+
+
+@pytest.mark.parametrize(("path", "body"), [MESSAGES, RESPONSES], ids=["messages", "responses"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_leaving_frees_in_every_protocol(
+    served: Served, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    for engine in served.engines:
+        engine.step_s = 0.02
+    with request(served, path, {**body, "stream": stream}):
+        served.wait(lambda: served.num_running == 1)
+        left_at = time.monotonic()
+    served.wait(lambda: served.num_running == 0, timeout_s=2)
+    assert time.monotonic() - left_at < 1
+    assert served.state.engine.num_open == 0
+    served.wait(lambda: served.state.open_requests.num_open == 0)
+
+
 @pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT], ids=["completion", "chat"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("state", ["waiting", "running"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moed.server.api.event_stream import ClientLeft, EventStream, until_disconnect
+from moed.server.api.event_stream import ClientLeft, EventStream, error_event, until_disconnect
 from moed.server.engine_client import GenerationFailed
 
 
@@ -31,7 +31,9 @@ class Connection:
 
 
 async def run(events: AsyncGenerator[bytes, None], connection: Connection) -> None:
-    stream = EventStream(events, {}, keep_alive_s=0.05, on_close=connection.closed.set)
+    stream = EventStream(
+        events, {}, keep_alive_s=0.05, on_close=connection.closed.set, error_event=error_event
+    )
     await stream({"type": "http"}, connection.receive, connection.send)
     assert connection.closed.is_set()
 

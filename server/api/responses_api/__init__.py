@@ -1,0 +1,1 @@
+"""OpenAI's newer protocol: `/v1/responses`."""
