@@ -196,6 +196,8 @@ class CacheConfig:
     memory).
     """
     gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    """Full blocks are shared by requests with the same beginning."""
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,7 @@ def _cache(settings: ServeSettings) -> CacheConfig:
         num_kv_blocks=settings.num_kv_blocks,
         kv_cache_memory_bytes=settings.kv_cache_memory,
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        enable_prefix_caching=settings.enable_prefix_caching,
     )
 
 

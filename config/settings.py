@@ -201,6 +201,11 @@ class ServeSettings:
         minimum=1,
         shown_default="from the memory",
     )
+    enable_prefix_caching: bool = option(
+        True,
+        "compute what prompts have in common once, as long as it stays in the KV cache",
+        group=MEMORY,
+    )
     block_size: int = option(16, "tokens in one KV block", group=MEMORY, minimum=1, maximum=1024)
 
     host: str = option(

@@ -157,7 +157,9 @@ class Engine:
         # One more block than requests may hold, where graphs put what only fills them up.
         num_made = num_blocks + bool(config.runner.graph_buckets)
         kv_cache = make_kv_cache(config.model, kv_heads, num_made, block_size, dtype, self._device)
-        return kv_cache, BlockManager(num_blocks, block_size), max_model_len
+        shares = self._config.cache.enable_prefix_caching
+        manager = BlockManager(num_blocks, block_size, shares_prefixes=shares)
+        return kv_cache, manager, max_model_len
 
     def _scheduler(self, blocks: BlockManager, max_model_len: int) -> Scheduler:
         return Scheduler(

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moed.config.engine_config import EngineConfig
-from moed.server.balancer import Balancer, request_load
+from moed.server.balancer import Balancer, Work
 from moed.server.health import Health
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
     ExpertLoad,
+    ForgetPrefixes,
     FromEngine,
     RankProgress,
     RankReady,
@@ -30,6 +31,7 @@ from moed.server.messages import (
     Wake,
 )
 from moed.server.metrics import Metrics
+from moed.server.prefix import extend_keys
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,8 @@ class OpenChoice:
     submission: "Submission"
     load: int
     """Tokens counted for it at the balancer."""
-    num_prompt_tokens: int
+    num_prefill_tokens: int
+    """Those of them that its first output takes off."""
     next_output_index: int
     submitted_at: float
     last_token_at: float | None = None
@@ -159,6 +162,7 @@ class EngineClient:
                 ]
                 self.context_length = min(lengths)
                 self.num_kv_blocks = min(r.num_kv_blocks for r in self._ready.values())
+                self._balancer.remember_blocks(self.num_kv_blocks)
                 self._metrics.on_rank_ready(message)
                 self._health.on_rank_ready(message.rank)
                 on_rank_ready(message)
@@ -204,7 +208,7 @@ class EngineClient:
         self._metrics.on_tokens(
             choice.rank, choice.submitted_at, choice.last_token_at, num_tokens, now
         )
-        done = num_tokens + (choice.num_prompt_tokens if choice.last_token_at is None else 0)
+        done = num_tokens + (choice.num_prefill_tokens if choice.last_token_at is None else 0)
         done = min(done, choice.load)
         choice.load -= done
         self._balancer.done(choice.rank, done)
@@ -223,27 +227,43 @@ class EngineClient:
     # To the engines ------------------------------------------------------------------------------
 
     def submit(
-        self, specs: Sequence[ChoiceSpec], priority: int, wanted_rank: int | None
+        self,
+        specs: Sequence[ChoiceSpec],
+        priority: int,
+        wanted_rank: int | None,
+        cache_salt: str | None = None,
     ) -> Submission:
-        """Give every choice to a rank, then wake all ranks. Raises `GenerationFailed` when the
-        group is gone, `QueueFull` when too many wait.
+        """Give every choice to a rank, then wake all ranks. Choices of one prompt follow each other
+        and go to one rank, where they share it. Raises `GenerationFailed` when the group is gone,
+        `QueueFull` when too many wait.
         """
         if self._is_stopped:
             raise GenerationFailed(self._health.reason)
         self._check_queue(len(specs))
         submission = Submission(self, len(specs))
         now = time.monotonic()
+        keys: list[bytes] = []
+        rank = wanted_rank
         for index, spec in enumerate(specs):
-            num_prompt_tokens = len(spec.prompt_token_ids)
-            load = request_load(num_prompt_tokens, spec.params.max_tokens)
+            follows = index > 0 and spec.prompt_token_ids is specs[index - 1].prompt_token_ids
+            if not follows:
+                keys = self._block_keys(spec, cache_salt)
+            work = Work(
+                len(spec.prompt_token_ids),
+                spec.params.max_tokens,
+                keys,
+                self._config.cache.block_size,
+            )
+            placed = self._balancer.choose(work, rank if follows and keys else wanted_rank)
+            rank = placed.rank
             choice = OpenChoice(
                 request_id=uuid.uuid4().hex,
                 index=index,
-                rank=self._balancer.choose(load, wanted_rank),
+                rank=rank,
                 epoch=0,
                 submission=submission,
-                load=load,
-                num_prompt_tokens=num_prompt_tokens,
+                load=placed.load,
+                num_prefill_tokens=placed.num_prefill_tokens,
                 next_output_index=0,
                 submitted_at=now,
             )
@@ -257,10 +277,29 @@ class EngineClient:
                     prompt_token_ids=spec.prompt_token_ids,
                     params=spec.params,
                     priority=priority,
+                    cache_salt=cache_salt,
                 ),
             )
         self._wake()
         return submission
+
+    def _block_keys(self, spec: ChoiceSpec, cache_salt: str | None) -> list[bytes]:
+        """Of the prompt's blocks that a rank may know already; of none where it does not look."""
+        keys: list[bytes] = []
+        params = spec.params
+        if params.prompt_logprobs is not None or params.return_routed_experts:
+            return keys
+        if self._config.cache.enable_prefix_caching:
+            size = self._config.cache.block_size
+            extend_keys(keys, cache_salt, spec.prompt_token_ids, size)
+        return keys
+
+    def forget_prefixes(self) -> None:
+        """Have every rank compute the prompts of new requests in full."""
+        self._balancer.forget_prefixes()
+        for rank in range(self._num_ranks):
+            self._send(rank, ForgetPrefixes())
+        self._wake()
 
     def _check_queue(self, num_new: int) -> None:
         scheduler = self._config.scheduler

@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from moed.server.api.cache import cache_router
 from moed.server.api.chat import chat_router
 from moed.server.api.completions import completions_router
 from moed.server.api.errors import install_error_handlers
@@ -48,6 +49,7 @@ def create_app(state: AppState) -> FastAPI:
         responses_router(state),
         tokenization_router(state),
         experts_router(state),
+        cache_router(state),
     ):
         app.include_router(router)
     return app

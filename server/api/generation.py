@@ -143,7 +143,7 @@ class Generation:
             for _ in range(self.num_per_prompt)
         ]
         rank = wanted_rank(request, state)
-        self._submission = state.engine.submit(specs, body.priority or 0, rank)
+        self._submission = state.engine.submit(specs, body.priority or 0, rank, body.cache_salt)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all choices as they come, until all have ended; aborts what has not when

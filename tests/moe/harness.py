@@ -72,6 +72,7 @@ def engine_config(
             num_kv_blocks=NUM_BLOCKS,
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
+            enable_prefix_caching=True,
         ),
         runner=RunnerConfig(attention_backend="torch", graph_buckets=()),
         server=ServerConfig(

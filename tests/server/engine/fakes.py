@@ -31,23 +31,28 @@ def expected_output(prompt: list[int], max_tokens: int, stop_token_ids: list[int
 
 
 class FakeCache:
-    """Which token each KV slot holds: reading back what was written catches a wrong block."""
+    """Which token each KV slot holds, and after which others: reading back what was written catches
+    a wrong block, and one that was shared with another beginning.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._slots: dict[int, tuple[int, int]] = {}
+        self._slots: dict[int, tuple[int, int, int]] = {}
 
     def write(self, scheduled: ScheduledRequest) -> None:
         request = scheduled.request
         first = request.num_computed_tokens
         for position in range(first, first + scheduled.num_tokens):
-            self._slots[self._slot(scheduled, position)] = (position, request.token_ids[position])
+            token, before = request.token_ids[position], hash(tuple(request.token_ids[:position]))
+            self._slots[self._slot(scheduled, position)] = (position, token, before)
 
     def read(self, scheduled: ScheduledRequest, num_tokens: int) -> list[int]:
         """The first `num_tokens` of the request, as the cache holds them."""
         found = [self._slots[self._slot(scheduled, position)] for position in range(num_tokens)]
-        assert [position for position, _ in found] == list(range(num_tokens))
-        return [token for _, token in found]
+        tokens = [token for _, token, _ in found]
+        for index, (position, _, before) in enumerate(found):
+            assert position == index and before == hash(tuple(tokens[:index]))
+        return tokens
 
     def _slot(self, scheduled: ScheduledRequest, position: int) -> int:
         block_id = scheduled.request.block_ids[position // self.block_size]
@@ -84,6 +89,7 @@ class Harness:
         block_size: int = 4,
         max_model_len: int = 64,
         chunked: bool = True,
+        shares_prefixes: bool = True,
     ) -> None:
         self.config = SchedulerConfig(
             max_num_batched_tokens=budget,
@@ -92,7 +98,7 @@ class Harness:
             enable_chunked_prefill=chunked,
             max_num_queued_requests=10_000,
         )
-        self.blocks = BlockManager(num_blocks, block_size)
+        self.blocks = BlockManager(num_blocks, block_size, shares_prefixes=shares_prefixes)
         self.cache = FakeCache(block_size)
         self.scheduler = Scheduler(self.config, self.blocks, max_model_len, VOCAB_SIZE)
         self.outputs: dict[str, list[TokenOutput]] = {}
@@ -126,10 +132,15 @@ class Harness:
         assert all(s.num_tokens > 0 for s in schedule.requests)
         assert bool(schedule.requests) == self.scheduler.has_requests
         held = [block for s in schedule.requests for block in s.request.block_ids]
-        assert len(held) == len(set(held)) <= self.blocks.num_used_blocks
+        assert len(set(held)) <= self.blocks.num_used_blocks
+        written: list[int] = []
         for scheduled in schedule.requests:
-            end = scheduled.request.num_computed_tokens + scheduled.num_tokens
-            assert len(scheduled.request.block_ids) * self.blocks.block_size >= end
+            request, size = scheduled.request, self.blocks.block_size
+            end = request.num_computed_tokens + scheduled.num_tokens
+            assert len(request.block_ids) * size >= end
+            written.extend(request.block_ids[request.num_computed_tokens // size : -(-end // size)])
+        # A block is filled by one request alone, also where others read it in the same step.
+        assert len(written) == len(set(written))
 
     def tokens(self, request_id: str) -> list[int]:
         """All tokens sent, after checking that indexes follow each other."""
@@ -147,7 +158,7 @@ class Harness:
 
 def make_request(request_id: str, prompt: list[int], max_tokens: int, **more: object) -> AddRequest:
     """Fields of `AddRequest` by their names, all others are sampling parameters."""
-    fields = {"epoch", "priority", "output_token_ids"}
+    fields = {"epoch", "priority", "output_token_ids", "cache_salt"}
     own: Mapping[str, object] = {key: value for key, value in more.items() if key in fields}
     rest: Mapping[str, object] = {key: value for key, value in more.items() if key not in fields}
     params = SamplingParams(

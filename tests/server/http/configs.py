@@ -100,6 +100,7 @@ def frontend_config(
             num_kv_blocks=64,
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
+            enable_prefix_caching=True,
         ),
         runner=RunnerConfig(attention_backend="torch", graph_buckets=()),
         server=dataclasses.replace(SERVER, **server),
