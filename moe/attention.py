@@ -46,9 +46,16 @@ class AttentionPlan:
 
 
 def plan_attention(
-    batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    batch: ForwardBatch,
+    tables: torch.Tensor,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> AttentionPlan:
-    """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+    """`window`: a token sees itself and the `window` - 1 before it; None: all before it. `tables`
+    [R, P] are the block tables of the layers that are planned for. Blocks before a request's window
+    are not read.
+    """
     prefills: list[Prefill] = []
     decodes: list[int] = []
     decode_rows: list[int] = []
@@ -60,9 +67,13 @@ def plan_attention(
             decodes.append(request)
             decode_rows.append(row)
         elif num_tokens:
-            blocks = batch.block_tables[request, : -(-context // block_size)]
+            first = 0
+            if window is not None:
+                first = max(0, context - num_tokens - window + 1) // block_size
+            blocks = tables[request, first : -(-context // block_size)]
             rows = slice(row, row + num_tokens)
-            positions = batch.positions[rows, None]
+            positions = batch.positions[rows, None] - first * block_size
+            context -= first * block_size
             is_plain = num_tokens == context and (window is None or context <= window)
             mask = None if is_plain else _mask(positions, context, window, dtype)
             prefills.append(Prefill(rows, blocks, context, mask))
@@ -70,13 +81,31 @@ def plan_attention(
     if not decodes:
         return AttentionPlan(tuple(prefills), None)
     num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
-    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
+    positions, rows_of_decodes = batch.positions, None
     if prefills or len(decodes) < len(batch.query_lens):
         rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
         tables, positions = tables[decodes], positions[rows_of_decodes]
-    mask = _mask(positions[:, None, None, None], num_blocks * block_size, window, dtype)
-    blocks = tables[:, :num_blocks].flatten()
-    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, blocks, mask))
+    tables = tables[:, :num_blocks]
+    if window is not None:
+        tables, positions = _last_blocks(tables, positions, block_size, window)
+    length = tables.shape[1] * block_size
+    mask = _mask(positions[:, None, None, None], length, window, dtype)
+    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, tables.flatten(), mask))
+
+
+def _last_blocks(
+    tables: torch.Tensor, positions: torch.Tensor, block_size: int, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `tables` [r, P], the blocks that the window before `positions` [r] touches, and the
+    positions counted from the first of them. Reads nothing on the host.
+    """
+    num_blocks = tables.shape[1]
+    num_seen = min(num_blocks, -(-(window - 1) // block_size) + 1)
+    first = (positions - (window - 1)).clamp_(min=0) // block_size
+    columns = first[:, None] + torch.arange(num_seen, device=tables.device)
+    # Beyond the last block it comes again, at places that no query sees.
+    columns.clamp_(max=num_blocks - 1)
+    return tables.gather(1, columns), positions - first * block_size
 
 
 def _mask(

@@ -28,6 +28,10 @@ class ForwardBatch:
     """[R, P] int64 block ids, rows padded with 0."""
     logits_indices: torch.Tensor
     """[J] int64, the rows of T whose logits are wanted."""
+    window_slot_mapping: torch.Tensor | None = None
+    """As `slot_mapping`, for the layers that slide; None: they have the same blocks."""
+    window_block_tables: torch.Tensor | None = None
+    """As `block_tables`, for the layers that slide; 0 for blocks that no token sees any more."""
     routed_experts: torch.Tensor | None = None
     """[T, M, K] int32 for the M MoE layers, to be filled with the experts that each token is routed
     to; None: nobody asks.

@@ -68,7 +68,8 @@ class _Step:
     rotary_tables: Tables
     plans: tuple[AttentionPlan, AttentionPlan]
     """Of layers that see the whole context, and of those that slide: the same where none does."""
-    slots: torch.Tensor
+    slots: tuple[torch.Tensor, torch.Tensor]
+    """[T] of the same two kinds of layers."""
     kv_cache: KVCache | LatentCache
 
 
@@ -141,10 +142,12 @@ class Decoder:
         hidden = F.embedding(batch.token_ids, self._embedding)
         hidden = _scaled(hidden, features.embedding_scale)
         eps, scale = features.rms_norm_eps, features.residual_scale
+        slots = batch.window_slot_mapping
+        slots = batch.slot_mapping if slots is None else slots
         step = _Step(
             features.rotary.tables(batch.positions, hidden.dtype),
             self._plans(batch, block_size, hidden.dtype),
-            batch.slot_mapping,
+            (batch.slot_mapping, slots),
             kv_cache,
         )
         routed = iter(() if batch.routed_experts is None else batch.routed_experts.unbind(1))
@@ -165,10 +168,12 @@ class Decoder:
         self, batch: ForwardBatch, block_size: int, dtype: torch.dtype
     ) -> tuple[AttentionPlan, AttentionPlan]:
         window, slides = self._features.sliding_window, self._features.sliding_layers
-        sliding = plan_attention(batch, block_size, window, dtype)
+        whole, window_tables = batch.block_tables, batch.window_block_tables
+        tables = whole if window_tables is None else window_tables
+        sliding = plan_attention(batch, tables, block_size, window, dtype)
         if window is None or slides is None or all(slides):
             return sliding, sliding
-        return plan_attention(batch, block_size, None, dtype), sliding
+        return plan_attention(batch, whole, block_size, None, dtype), sliding
 
     def _attend(
         self,
@@ -183,7 +188,7 @@ class Decoder:
         if isinstance(weights, LatentAttention):
             assert isinstance(step.kv_cache, LatentCache)
             part = weights(
-                hidden, index, step.rotary_tables, step.plans[0], step.slots, step.kv_cache
+                hidden, index, step.rotary_tables, step.plans[0], step.slots[0], step.kv_cache
             )
             return self._tensor_parallel.sum(part)
         assert isinstance(step.kv_cache, KVCache)
@@ -201,8 +206,9 @@ class Decoder:
             rotated = self._query_key_norm(rotated, weights.query_key_norm)
         query, key = rotated[:, :heads], rotated[:, heads:]
         slides = self._features.sliding_layers
-        plan = step.plans[slides is None or slides[index]]
-        step.kv_cache.write(index, key, value, step.slots)
+        kind = slides is None or slides[index]
+        plan = step.plans[kind]
+        step.kv_cache.write(index, key, value, step.slots[kind])
         attended = paged_attention(
             query, index, step.kv_cache, plan, self._attention_scale, weights.sinks
         )

@@ -133,6 +133,7 @@ class Stepper:
             config.model,
             local_kv_heads(config.model, config.parallel.tensor_parallel_size),
             NUM_BLOCKS,
+            NUM_BLOCKS,
             BLOCK_SIZE,
             dtype,
             torch.device("cpu"),
