@@ -114,6 +114,11 @@ class Decoder:
         # A placement may leave slots empty in some layers.
         return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0).long()
 
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether its experts wait for counts that the device made, which no CUDA graph holds."""
+        return any(experts.reads_on_host for experts in self._experts.values())
+
     def routing_record(self, num_tokens: int) -> torch.Tensor:
         """[num_tokens, M, K] int32, for `ForwardBatch.routed_experts`."""
         shape = (num_tokens, len(self._experts), self._model.top_k)
