@@ -204,7 +204,8 @@ class Engine:
             return eager
         self._progress("recording graphs")
         block_size = config.cache.block_size
-        shapes = graph_shapes(buckets, max_model_len, block_size, copies_context=True)
+        copies = model.copies_context
+        shapes = graph_shapes(buckets, max_model_len, block_size, copies_context=copies)
         inputs = GraphInputs(shapes, block_size, blocks.num_blocks, self._device)
         recorder, rank = recorder_for(self._device), self._groups.data_parallel_rank
         return GraphRunner(eager, shapes, inputs, recorder, config.parallel, rank)
