@@ -56,6 +56,13 @@ def _of_nodes(config: EngineConfig, machine: Machine) -> Iterator[str]:
 
 def _of_backend(config: EngineConfig, machine: Machine) -> list[str]:
     moe, backend = config.fused_moe, config.parallel.backend
+    library = backend.library
+    if library and config.parallel.device == "cuda" and machine.packages is not None:
+        if library not in machine.packages:
+            return [
+                f"all2all_backend {backend.name!r} is unavailable: the package {library} is not "
+                "installed; take all2allv or allgather_reducescatter, which need torch alone"
+            ]
     if backend.deep_ep_mode is not None:
         asked = question(config, machine)
         return deep_ep_refusals(asked, emulated=config.parallel.device == "cpu")

@@ -4,7 +4,9 @@ Legend: T tokens, R requests, r decoding requests, n tokens of one request, c it
 H query heads, G KV heads, d head dim, P blocks, S = P x block size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,24 +39,103 @@ class Decodes:
     """[r, 1, 1, S], added to the scores."""
 
 
+class StepAttention(Protocol):
+    """What all layers of one step share that see equally far back."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        kv_cache: KVCache,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
+        `sinks` [H] are scores of a key more, whose value is 0.
+        """
+        ...
+
+
+class GraphAttention(Protocol):
+    """Of a step that is recorded as a graph, in memory that is written before each replay."""
+
+    plans: tuple[StepAttention, StepAttention]
+    """Of layers that see the whole context, and of those that slide."""
+
+    def prepare(self, block_tables: torch.Tensor, contexts: Sequence[int]) -> None:
+        """For rows with `contexts` [R] tokens and tables [R, P], on the device. Not in a graph."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """What a decoder's attention runs on."""
+
+    copies_context: bool
+    """Each layer copies the contexts of a step, so that their sum counts."""
+
+    def plan(
+        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    ) -> StepAttention:
+        """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+        ...
+
+    def graph(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, int | None],
+    ) -> GraphAttention | None:
+        """Of a graph for so many requests of so many blocks each; None: `plan` is recorded too."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What all layers of one step share."""
+    """A `StepAttention` with plain torch."""
 
     prefills: tuple[Prefill, ...]
     decodes: Decodes | None
 
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        kv_cache: KVCache,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `StepAttention`."""
+        return paged_attention(query, layer, kv_cache, self, scale, sinks)
+
+
+class TorchAttention:
+    """An `AttentionBackend` for every model and device."""
+
+    copies_context = True
+
+    def plan(
+        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    ) -> AttentionPlan:
+        """See `AttentionBackend`."""
+        return plan_attention(batch, block_size, window, dtype)
+
+    def graph(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, int | None],
+    ) -> None:
+        """See `AttentionBackend`: masks follow from positions, on the device."""
+        return None
+
 
 def plan_attention(
-    batch: ForwardBatch,
-    tables: torch.Tensor,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
+    batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
 ) -> AttentionPlan:
-    """`window`: a token sees itself and the `window` - 1 before it; None: all before it. `tables`
-    [R, P] are the block tables of the layers that are planned for. Blocks before a request's window
-    are not read.
+    """`window`: a token sees itself and the `window` - 1 before it; None: all before it. Blocks
+    before a request's window are not read.
     """
     prefills: list[Prefill] = []
     decodes: list[int] = []
@@ -70,7 +151,7 @@ def plan_attention(
             first = 0
             if window is not None:
                 first = max(0, context - num_tokens - window + 1) // block_size
-            blocks = tables[request, first : -(-context // block_size)]
+            blocks = batch.block_tables[request, first : -(-context // block_size)]
             rows = slice(row, row + num_tokens)
             positions = batch.positions[rows, None] - first * block_size
             context -= first * block_size
@@ -81,7 +162,7 @@ def plan_attention(
     if not decodes:
         return AttentionPlan(tuple(prefills), None)
     num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
-    positions, rows_of_decodes = batch.positions, None
+    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
     if prefills or len(decodes) < len(batch.query_lens):
         rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
         tables, positions = tables[decodes], positions[rows_of_decodes]
@@ -128,8 +209,7 @@ def paged_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
-    `sinks` [H] are scores of a key more, whose value is 0.
+    """See `StepAttention.attend`.
 
     Decodes go together and the others one by one. A request's result does not depend on the others.
     """

@@ -4,8 +4,12 @@ Legend: T tokens of this step (0 <= T <= B), R requests in it, P the most blocks
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from moed.moe.attention import StepAttention
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class ForwardBatch:
     """[T, M, K] int32 for the M MoE layers, to be filled with the experts that each token is routed
     to; None: nobody asks.
     """
+    attention: "tuple[StepAttention, StepAttention] | None" = None
+    """Of layers that see the whole context, and of those that slide; None: made in the step."""
 
     @property
     def num_tokens(self) -> int:

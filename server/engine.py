@@ -84,7 +84,7 @@ class Engine:
             run_warm_up(self._plans, eager, agreement)
         else:
             self._warm_up(eager, agreement, blocks, max_model_len)
-        runner = self._with_graphs(eager, blocks, max_model_len)
+        runner = self._with_graphs(eager, model, blocks, max_model_len)
         if self._groups.tensor_rank:
             self._loop = MemberLoop(
                 self._plans, runner, agreement, self._channel, self._faults, reports
@@ -213,15 +213,23 @@ class Engine:
         if output.error is not None:
             raise ModelError(f"the warm-up step failed: {output.error}")
 
-    def _with_graphs(self, eager: ModelRunner, blocks: BlockManager, max_model_len: int) -> Runner:
+    def _with_graphs(
+        self, eager: ModelRunner, model: Decoder, blocks: BlockManager, max_model_len: int
+    ) -> Runner:
         """The runner of all steps; records the graphs, if there are to be any. Collective."""
         config = self._config
         buckets = config.runner.graph_buckets
         if not buckets:
             return eager
+        # On a CPU the calls stand for graphs, which hold anything.
+        reads_on_host = self._device.type == "cuda" and model.reads_on_host
+        if max(gather_ints(self._groups, int(reads_on_host))):
+            logger.warning("decode steps run without graphs: experts wait for counts on a GPU")
+            return eager
         self._progress("recording graphs")
         block_size = config.cache.block_size
-        shapes = graph_shapes(buckets, max_model_len, block_size, copies_context=True)
+        copies = model.copies_context
+        shapes = graph_shapes(buckets, max_model_len, block_size, copies_context=copies)
         # The blocks beyond those that requests may hold.
         window = blocks.window_blocks
         scrap_blocks = (blocks.num_blocks, None if window is None else window.num_blocks)

@@ -14,6 +14,7 @@ import torch
 
 from moed.config.graphs import EAGER, GraphShape
 from moed.dist.dp_metadata import DPMetadata
+from moed.moe.attention import GraphAttention
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache, LatentCache
 from moed.server.scheduler import Schedule
@@ -30,6 +31,12 @@ class Model(Protocol):
     @property
     def moe_rows(self) -> torch.Tensor:
         """[M, e] int64, on the device: pairs that this rank's experts have computed, by slot."""
+        ...
+
+    def graph_attention(
+        self, num_rows: int, num_blocks: int, block_size: int
+    ) -> GraphAttention | None:
+        """What attention needs done before each replay of a graph; None: nothing."""
         ...
 
     def routing_record(self, num_tokens: int) -> torch.Tensor:

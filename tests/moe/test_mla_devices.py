@@ -65,7 +65,7 @@ def run(device: str, dtype: torch.dtype) -> torch.Tensor:
             block_tables=blocks[None],
             logits_indices=positions[:0],
         )
-        plan = plan_attention(batch, batch.block_tables, BLOCK_SIZE, None, dtype)
+        plan = plan_attention(batch, BLOCK_SIZE, None, dtype)
         tables = ROTARY.tables(positions, dtype)
         states = rows[start:stop].to(device, dtype)
         found.append(attention(states, 0, tables, plan, batch.slot_mapping, cache))
