@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from moed.server.frontend import is_worth_logging
-from tests.server.http.checkpoints import END, START
+from tests.server.http.checkpoints import CHATML, END, START
 from tests.server.http.configs import frontend_config
 from tests.server.http.served import Served
 
@@ -70,6 +70,12 @@ def test_tokenize_and_detokenize(served: Served, tokenizer: Tokenizer) -> None:
         assert served.post("/tokenize", body).status_code == 400
     for tokens in ([400], [-1], ["a"], 5, None):
         assert served.post("/detokenize", {"tokens": tokens}).status_code == 400
+
+
+def test_tokenizer_info_is_what_a_client_needs_to_tokenize(served: Served) -> None:
+    info = served.get("/tokenizer_info").json()
+    assert info["chat_template"] == CHATML
+    assert info["eos_token"] == END and info["bos_token"] is None
 
 
 def test_openapi_describes_the_routes(served: Served) -> None:
