@@ -78,16 +78,6 @@ def test_tokenizer_info_is_what_a_client_needs_to_tokenize(served: Served) -> No
     assert info["eos_token"] == END and info["bos_token"] is None
 
 
-def test_openapi_describes_the_routes(served: Served) -> None:
-    schema = served.get("/openapi.json").json()
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/livez"):
-        assert path in schema["paths"]
-    for path in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
-        assert path in schema["paths"]
-    completion = schema["components"]["schemas"]["CompletionBody"]["properties"]
-    assert {"prompt", "max_tokens", "stop", "echo"} <= set(completion)
-
-
 def samples(served: Served) -> dict[tuple[str, str, str], float]:
     """(name, engine, bucket or reason) → value."""
     found = {}
