@@ -14,7 +14,7 @@ from moed.config.quantization import quantization_of
 SERVED_MODEL_TYPES = (
     *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"),
     *("gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "kimi_k2"),
-    *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    *("llama4_text", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
 )
 # Of each expert, where config.json has other fields for it too.
 EXPERT_SIZE_FIELDS = {"hunyuan_v1_moe": ("intermediate_size",)}

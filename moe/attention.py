@@ -46,9 +46,15 @@ class AttentionPlan:
 
 
 def plan_attention(
-    batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    batch: ForwardBatch,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    is_aligned: bool = False,
 ) -> AttentionPlan:
-    """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+    """`window`: a token sees itself and the `window` - 1 before it; None: all before it. With
+    `is_aligned` windows lie side by side, and it sees itself and what is before it in its own.
+    """
     prefills: list[Prefill] = []
     decodes: list[int] = []
     decode_rows: list[int] = []
@@ -64,7 +70,7 @@ def plan_attention(
             rows = slice(row, row + num_tokens)
             positions = batch.positions[rows, None]
             is_plain = num_tokens == context and (window is None or context <= window)
-            mask = None if is_plain else _mask(positions, context, window, dtype)
+            mask = None if is_plain else _mask(positions, context, window, dtype, is_aligned)
             prefills.append(Prefill(rows, blocks, context, mask))
         row += num_tokens
     if not decodes:
@@ -74,19 +80,25 @@ def plan_attention(
     if prefills or len(decodes) < len(batch.query_lens):
         rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
         tables, positions = tables[decodes], positions[rows_of_decodes]
-    mask = _mask(positions[:, None, None, None], num_blocks * block_size, window, dtype)
+    positions = positions[:, None, None, None]
+    mask = _mask(positions, num_blocks * block_size, window, dtype, is_aligned)
     blocks = tables[:, :num_blocks].flatten()
     return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, blocks, mask))
 
 
 def _mask(
-    positions: torch.Tensor, length: int, window: int | None, dtype: torch.dtype
+    positions: torch.Tensor,
+    length: int,
+    window: int | None,
+    dtype: torch.dtype,
+    is_aligned: bool = False,
 ) -> torch.Tensor:
     """[..., length]: 0 where the query at `positions` [..., 1] sees the key, else -inf."""
     keys = torch.arange(length, device=positions.device)
     is_hidden = keys > positions
     if window is not None:
-        is_hidden |= keys <= positions - window
+        first = positions // window * window if is_aligned else positions - window + 1
+        is_hidden |= keys < first
     zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
     return zeros.masked_fill_(is_hidden, -torch.inf)
 

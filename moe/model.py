@@ -22,6 +22,7 @@ from moed.moe.latent_weights import load_latent_attention
 from moed.moe.linear import Linear, join_rows
 from moed.moe.loader import Checkpoint, Dummy, Source
 from moed.moe.mla import LatentAttention
+from moed.moe.norm import Norm
 from moed.moe.output_projection import load_output
 from moed.moe.progress import layer_progress
 from moed.moe.router import Router
@@ -126,12 +127,15 @@ class _Builder:
         # Layers that draft several tokens (MTP) come after the others.
         for extra in range(int(model.hf_config.get("num_nextn_predict_layers") or 0)):
             self._source.skip_below(f"model.layers.{model.num_layers + extra}.")
-        final_norm = get("model.norm.weight", (model.hidden_size,))
+        final_norm = self._norm("model.norm")
         if self._features.tie_word_embeddings:
             head = embedding
             self._source.skip("lm_head.weight")
         else:
             head = get("lm_head.weight", vocabulary)
+        bias = None
+        if self._features.has_head_bias:
+            bias = get("lm_head.bias", (model.vocab_size,))
         return Decoder(
             model,
             self._features,
@@ -139,24 +143,29 @@ class _Builder:
             layers,
             self._experts,
             final_norm,
-            Linear(head, None),
+            Linear(head, bias),
             self._tensor_parallel,
         )
 
     def _layer(self, index: int) -> Layer:
-        prefix, hidden = f"model.layers.{index}.", self._model.hidden_size
+        prefix = f"model.layers.{index}."
         return Layer(
-            input_norm=self._source.get(f"{prefix}input_layernorm.weight", (hidden,)),
+            input_norm=self._norm(f"{prefix}input_layernorm"),
             attention=self._attention(prefix),
-            post_attention_norm=self._source.get(
-                f"{prefix}post_attention_layernorm.weight", (hidden,)
-            ),
+            post_attention_norm=self._norm(f"{prefix}post_attention_layernorm"),
             mlp=(
                 self._moe(index, prefix)
                 if self._features.moe_layers[index]
-                else self._dense(f"{prefix}mlp.")
+                else self._dense(prefix + self._names.dense)
             ),
         )
+
+    def _norm(self, name: str) -> Norm:
+        shape, bias = (self._model.hidden_size,), None
+        if self._features.has_layer_norm:
+            bias = self._source.get(f"{name}.bias", shape)
+        weight = self._source.get(f"{name}.weight", shape)
+        return Norm(weight, bias, self._features.rms_norm_eps)
 
     def _attention(self, layer: str) -> Attention | LatentAttention:
         """The own heads: their rows of Q, K and V, their columns of the output."""
@@ -199,7 +208,7 @@ class _Builder:
             ),
             query_key_norm=(
                 join_rows([norm_of(names.query_norm, query), norm_of(names.key_norm, kv)])
-                if features.query_key_norm is not QueryKeyNorm.NONE
+                if features.query_key_norm.has_weights
                 else None
             ),
         )

@@ -176,6 +176,8 @@ def _longrope(rope: Mapping[str, Any], base: float, num_dims: int, lengths: _Len
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     is_long = lengths.max_length > trained
+    # PhiMoE's name for the same, by length.
+    scale = rope.get("long_mscale" if is_long else "short_mscale") or scale
     stretch = torch.tensor(rope["long_factor" if is_long else "short_factor"], dtype=torch.float32)
     if stretch.shape != (num_dims // 2,):
         raise ValueError(f"a factor for each of {num_dims // 2} frequencies")

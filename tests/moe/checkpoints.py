@@ -198,6 +198,40 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_topk": 3,
         "intermediate_size": 32,
     },
+    # A large jitter, so that several experts come near the best one.
+    "phimoe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.3,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 50,
+        "initializer_range": 0.15,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.4],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0],
+            "short_mscale": 1.2,
+            "long_mscale": 1.4,
+            "original_max_position_embeddings": 512,
+        },
+    },
+    # Windows, and steps of the temperature, that a prompt passes several times.
+    "llama4_text": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 48,
+        "num_hidden_layers": 4,
+        "moe_layers": [1, 2, 3],
+        "no_rope_layers": [1, 1, 0, 1],
+        "attention_chunk_size": 24,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "floor_scale": 16,
+        "attn_scale": 0.4,
+    },
     # Without norms of query and key, larger weights make attention so sharp that rounding shows.
     "mixtral": {
         "num_local_experts": 8,

@@ -1,0 +1,77 @@
+"""Llama 4, its text part."""
+
+from moed.config.engine_config import ModelConfig
+from moed.config.errors import ModelError
+from moed.moe.families.features import (
+    DecoderFeatures,
+    Family,
+    FusedNames,
+    Names,
+    QueryKeyNorm,
+    Temperature,
+    common,
+    flag,
+    number,
+)
+from moed.moe.router import RouterSpec, Scoring
+
+ALIGNED = "chunked_attention"
+
+
+def _llama4(model: ModelConfig, max_length: int) -> DecoderFeatures:
+    config = model.hf_config
+    if model.top_k != 1:
+        raise ModelError(
+            f"num_experts_per_tok {model.top_k} of a {model.model_type} model is not served; "
+            "served is 1, since a row travels once and can be scaled once"
+        )
+    every = int(number(config, "no_rope_layer_interval", 4))
+    rotates = config.get("no_rope_layers") or [
+        (layer + 1) % every != 0 for layer in range(model.num_layers)
+    ]
+    window = config.get("attention_chunk_size", 8192)
+    kinds = config.get("layer_types") or [
+        ALIGNED if has_rotary and window is not None else "full_attention" for has_rotary in rotates
+    ]
+    has_bias = flag(config, "attention_bias")
+    return DecoderFeatures(
+        **common(model, max_length, theta=5e5, eps=1e-5, is_interleaved=True),
+        router=RouterSpec(
+            model.top_k, renormalize=False, scoring=Scoring.SIGMOID, weighs_input=True
+        ),
+        query_key_norm=(
+            QueryKeyNorm.PLAIN_AFTER_ROTARY
+            if flag(config, "use_qk_norm", True)
+            else QueryKeyNorm.NONE
+        ),
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        sliding_window=window,
+        sliding_layers=tuple(kind == ALIGNED for kind in kinds),
+        is_window_aligned=True,
+        rotary_layers=tuple(map(bool, rotates)),
+        temperature=(
+            Temperature(
+                step=int(number(config, "floor_scale", 8192)),
+                strength=number(config, "attn_scale", 0.1),
+            )
+            if flag(config, "attn_temperature_tuning", True)
+            else None
+        ),
+    )
+
+
+_ROUTER = "feed_forward.router.weight"
+LLAMA4 = Family(
+    _llama4,
+    Names(router=_ROUTER, shared="feed_forward.shared_expert.", dense="feed_forward."),
+    (
+        FusedNames(
+            router=_ROUTER,
+            gate_up="feed_forward.experts.gate_up_proj",
+            down="feed_forward.experts.down_proj",
+            is_transposed=True,
+        ),
+    ),
+    "weights on the experts' input, aligned windows, layers without rotary, shared expert",
+)
