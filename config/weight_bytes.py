@@ -18,16 +18,24 @@ BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 PARTS = ("embedding", "attention", "router", "experts", "shared experts", "dense MLP", "head")
 
 # Model types with a norm of queries and keys, and with a correction of the router's choice.
-NORMED = frozenset({"dots1", "hunyuan_v1_moe", "minimax_m2", "olmoe", "qwen3_moe"})
+NORMED = frozenset(
+    {"dots1", "hunyuan_v1_moe", "minimax_m2", "olmoe", "qwen3_moe", "qwen3_vl_moe_text"}
+)
 CORRECTED = frozenset(
-    {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2"}
+    {
+        *("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text"),
+        *("kimi_k2", "minimax_m2"),
+    }
 )
 # Those whose router computes in float32.
 FLOAT32_ROUTED = frozenset(
-    {"deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2"}
+    {
+        *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"),
+        *("glm4v_moe_text", "kimi_k2"),
+    }
 )
 # Dense layers before the first MoE layer, where config.json does not say.
-NUM_FIRST_DENSE = {"deepseek_v3": 3, "glm4_moe_lite": 1}
+NUM_FIRST_DENSE = {"deepseek_v3": 3, "glm4_moe_lite": 1, "glm4v_moe_text": 1}
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,7 @@ def _attention(config: EngineConfig) -> int:
     is_gpt_oss = model.model_type == "gpt_oss"
     count += heads if is_gpt_oss else 0
     if model.hf_config.get("attention_bias", is_gpt_oss):
-        count += rows + (0 if model.model_type == "glm4_moe" else hidden)
+        count += rows + (0 if model.model_type in ("glm4_moe", "glm4v_moe_text") else hidden)
     elif model.model_type == "qwen2_moe" and model.hf_config.get("qkv_bias", True):
         count += rows
     has_norm = model.hf_config.get("use_qk_norm") and model.model_type != "llama4_text"

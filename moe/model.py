@@ -20,7 +20,7 @@ from moed.moe.families import DecoderFeatures, Family, FusedNames, QueryKeyNorm,
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.latent_weights import load_latent_attention
 from moed.moe.linear import Linear, join_rows
-from moed.moe.loader import Checkpoint, Dummy, Source
+from moed.moe.loader import Checkpoint, Dummy, Source, first_names
 from moed.moe.mla import LatentAttention
 from moed.moe.norm import Norm
 from moed.moe.output_projection import load_output
@@ -57,7 +57,15 @@ def load_model(
         source = Dummy(config.model.seed, dtype, device)
     else:
         quantization = quantization_of(config.model.hf_config)
-        source = Checkpoint(Path(config.model.path), dtype, device, quantization)
+        is_multimodal = config.model.whole_model_type is not None
+        source = Checkpoint(Path(config.model.path), dtype, device, quantization, is_multimodal)
+        if groups.rank == 0 and (others := source.names_of_other_parts):
+            logger.info(
+                "%s is served as text: %d tensors of its other parts (%s) are not used",
+                config.model.whole_model_type,
+                len(others),
+                first_names(sorted(others)),
+            )
         # Once without reading, so that all that does not fit is told together, before any work.
         survey = Survey(source)
         build(survey, lambda _: None)
@@ -233,7 +241,7 @@ class _Builder:
 
     def _moe(self, index: int, prefix: str) -> FusedMoE:
         self._placement = self._config.placement(index)
-        fused = next((f for f in self._fused if self._source.has(prefix + f.gate_up)), None)
+        fused = self._fused_layout(prefix)
         router = self._router(prefix, fused)
         experts = make_experts(
             self._backend.capabilities.activation_format,
@@ -250,6 +258,20 @@ class _Builder:
             self._tensor_parallel,
             self._shared_experts(prefix),
         )
+
+    def _fused_layout(self, prefix: str) -> FusedNames | None:
+        """That of this checkpoint; the first, where several have the same names and neither fits.
+        None: experts lie one by one.
+        """
+        present = [f for f in self._fused if self._source.has(prefix + f.gate_up)]
+        if len(present) < 2:
+            return present[0] if present else None
+        size, hidden = self._model.moe_intermediate_size, self._model.hidden_size
+        for fused in present:
+            shape = (size, hidden) if fused.is_transposed else (hidden, size)
+            if self._source.shape_of(prefix + fused.down)[1:] == shape:
+                return fused
+        return present[0]
 
     def _router(self, prefix: str, fused: FusedNames | None) -> Router:
         num_experts = self._model.num_experts

@@ -74,7 +74,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if rope.get(name) is None and config.get(name) is not None:
             rope[name] = config[name]
-    rope["rope_type"] = rope.get("rope_type", rope.get("type")) or "default"
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    # Positions by time, height and width: of text all three are the same.
+    rope["rope_type"] = "default" if kind == "mrope" else kind
     return rope
 
 

@@ -35,7 +35,7 @@ from moed.moe.families.llama4 import LLAMA4
 from moed.moe.families.mixtral import MINIMAX_M2, MIXTRAL
 from moed.moe.families.olmoe import OLMOE
 from moed.moe.families.phimoe import PHIMOE
-from moed.moe.families.qwen import QWEN2_MOE, QWEN3_MOE
+from moed.moe.families.qwen import QWEN2_MOE, QWEN3_MOE, QWEN3_VL_MOE
 from moed.moe.rotary import ROPE_TYPES
 
 __all__ = [
@@ -57,6 +57,7 @@ FAMILIES = {
     "ernie4_5_moe": ERNIE,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "glm4v_moe_text": GLM4_MOE,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITE_MOE,
     "granitemoeshared": GRANITE_MOE_SHARED,
@@ -69,6 +70,7 @@ FAMILIES = {
     "phimoe": PHIMOE,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_vl_moe_text": QWEN3_VL_MOE,
 }
 
 

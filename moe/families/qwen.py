@@ -4,6 +4,7 @@ from moed.config.engine_config import ModelConfig
 from moed.moe.families.features import (
     DecoderFeatures,
     Family,
+    FusedNames,
     Names,
     QueryKeyNorm,
     common,
@@ -35,9 +36,25 @@ def _qwen3_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
     )
 
 
+def _qwen3_vl_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
+    has_bias = flag(model.hf_config, "attention_bias")
+    return DecoderFeatures(
+        **common(model, max_length, theta=5e5, is_tied=True),
+        router=RouterSpec(model.top_k, renormalize=True),
+        query_key_norm=QueryKeyNorm.HEAD,
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+    )
+
+
 QWEN2_MOE = Family(
     _qwen2_moe,
     Names(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight"),
     description="gated shared expert",
 )
 QWEN3_MOE = Family(_qwen3_moe, description="norms of queries and keys")
+QWEN3_VL_MOE = Family(
+    _qwen3_vl_moe,
+    fused=(FusedNames(is_transposed=True), FusedNames()),
+    description="text part of Qwen3-VL: norms of queries and keys",
+)

@@ -190,8 +190,10 @@ def test_other_shapes_of_a_family(
 
 def test_llama4_where_config_says_least(tmp_path: pathlib.Path) -> None:
     """What is left out follows from the rest, or has the value that `transformers` takes."""
-    changes: dict[str, Any] = {"moe_layers": None, "no_rope_layers": None, "no_rope_layer_interval": 3}
-    truth = make_model("llama4_text", **changes, interleave_moe_layer_step=2)
+    changes: dict[str, Any] = {"moe_layers": None, "no_rope_layers": None}
+    truth = make_model(
+        "llama4_text", **changes, no_rope_layer_interval=3, interleave_moe_layer_step=2
+    )
     truth.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     for name in ("moe_layers", "no_rope_layers", "layer_types", "use_qk_norm"):
