@@ -3,6 +3,7 @@ there are any, and without.
 """
 
 import random
+from typing import Any
 
 import torch
 
@@ -21,9 +22,10 @@ def run(setup: Setup, report: Report) -> None:
     """One daemon with graphs, one without; a CPU has none."""
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_pretrained(
+    oracle: Any = AutoModelForCausalLM.from_pretrained(
         str(bundled_checkpoint()), dtype=torch.float32
-    ).eval()
+    )
+    oracle.eval()
     common = ("--device", setup.device, "--dtype", "float32", "--kv-cache-memory", "256MiB")
     variants: dict[str, tuple[str, ...]] = {"eager": ("--enforce-eager",)}
     if setup.device == "cuda":
@@ -43,7 +45,7 @@ def run(setup: Setup, report: Report) -> None:
         )
 
 
-def _answer(daemon: Daemon, oracle: torch.nn.Module, seed: int) -> tuple[list[int], float]:
+def _answer(daemon: Daemon, oracle: Any, seed: int) -> tuple[list[int], float]:
     """Greedy tokens, and how far their logprobs are from the best that `transformers` sees."""
     generator = random.Random(seed)
     prompt = [generator.randrange(20, 500) for _ in range(3 + 17 * seed)]
