@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moed.config.capabilities import ActivationFormat, BackendCapabilities
+from moed.config.cors import CorsConfig
 from moed.config.errors import ConfigError
 from moed.config.expert_placement import ExpertPlacement
+from moed.config.tls import TlsConfig
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,14 @@ class ServerConfig:
     reasoning_parser: str
     max_request_bytes: int
     """Largest request body; a larger one is refused with 413."""
+    admin_api_keys: tuple[str, ...] = field(repr=False)
+    """They open everything; once there is one, nothing else opens the admin routes."""
+    request_timeout_s: float | None
+    """From a request's arrival to the end of its answer; None: no bound."""
+    tls: TlsConfig | None
+    """None: plain http://."""
+    cors: CorsConfig | None
+    """None: no page of another origin may call from a browser."""
 
 
 @dataclass(frozen=True)

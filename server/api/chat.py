@@ -45,14 +45,14 @@ CHUNK_KIND = "chat.completion.chunk"
 def chat_router(state: AppState) -> APIRouter:
     router = APIRouter(tags=["chat"], route_class=JsonRoute)
     defaults = Defaults.of(state.config)
+    timeout_s = state.config.server.request_timeout_s
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         events = stream_chat if body.stream else None
-        return await respond(
-            request, start_chat(state, request, body, defaults), events, whole_chat
-        )
+        start = start_chat(state, request, body, defaults)
+        return await respond(request, start, events, whole_chat, timeout_s)
 
     return router
 

@@ -43,6 +43,7 @@ KIND = "text_completion"
 def completions_router(state: AppState) -> APIRouter:
     router = APIRouter(tags=["completions"], route_class=JsonRoute)
     defaults = Defaults.of(state.config)
+    timeout_s = state.config.server.request_timeout_s
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionBody, request: Request) -> Response:
@@ -62,7 +63,7 @@ def completions_router(state: AppState) -> APIRouter:
             return Generation(state, request, body, prompts, sampling, ignored, "cmpl-")
 
         events = stream_completion if body.stream else None
-        return await respond(request, start(), events, whole_completion)
+        return await respond(request, start(), events, whole_completion, timeout_s)
 
     return router
 

@@ -21,7 +21,7 @@ from moed.server.api.requests import SamplingBody
 from moed.server.api.responses import Answer, PromptTokensDetails, Usage
 from moed.server.api.state import AppState
 from moed.server.api.suggestions import did_you_mean
-from moed.server.engine_client import ChoiceSpec
+from moed.server.engine_client import ChoiceSpec, GenerationFailed
 from moed.server.messages import TokenLogprobs
 from moed.server.routed_experts import RoutedRecord
 from moed.server.stop_strings import StopStrings
@@ -143,6 +143,7 @@ class Generation:
             for _ in range(self.num_per_prompt)
         ]
         rank = wanted_rank(request, state)
+        self._timer: asyncio.TimerHandle | None = None
         self._submission = state.engine.submit(specs, body.priority or 0, rank, body.cache_salt)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -168,14 +169,22 @@ class Generation:
                 if piece is not None:
                     yield index, piece
         finally:
-            self._submission.close()
+            self.close()
 
     async def collect(self) -> None:
         """Wait for the end of all choices; their pieces are kept."""
         async for index, piece in self.pieces():
             self.choices[index].pieces.append(piece)
 
+    def fail_at(self, deadline: float, error: GenerationFailed) -> None:
+        """End with `error` unless all has ended by `deadline`, a time of the event loop."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(deadline, self._submission.put, error)
+
     def close(self) -> None:
+        """Abort what has not ended. Safe to call twice."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._submission.close()
 
     @property

@@ -41,7 +41,6 @@ def probes_router(state: AppState) -> APIRouter:
     for path, answer in answers.items():
         named = path not in READINESS_PATHS[1:]
         router.add_api_route(path, answer, methods=["GET"], include_in_schema=named)
-        router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
     @router.get("/version")
     async def version(request: Request) -> Response:

@@ -87,6 +87,10 @@ def engine_config(
             tool_call_parser="auto",
             reasoning_parser="auto",
             max_request_bytes=1_000_000,
+            admin_api_keys=(),
+            request_timeout_s=None,
+            tls=None,
+            cors=None,
         ),
     )
 

@@ -1,7 +1,7 @@
 """A chat's answer as a response with output items, whole and as events."""
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,20 +14,21 @@ from moed.server.api.event_stream import named_event, streamed_error
 from moed.server.api.generation import Generation
 from moed.server.api.responses_api.body import ResponsesBody
 from moed.server.api.responses_api.conversation import items_of
-from moed.server.api.responses_api.store import ResponseStore, Stored
+from moed.server.api.responses_api.store import Stored
 
 Item = dict[str, Any]
+Keep = Callable[[str, Stored], None]
 ID_PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
 class ResponseAnswer:
     """One request's answer. It is stored when it has ended, and was asked to be kept."""
 
-    def __init__(self, body: ResponsesBody, history: Sequence[Item], store: ResponseStore) -> None:
+    def __init__(self, body: ResponsesBody, history: Sequence[Item], keep: Keep) -> None:
         """`history`: items before the body's own."""
         self._body = body
         self._history = history
-        self._store = store
+        self._keep = keep
         self._num_events = 0
 
     def whole(self, generation: Generation) -> Response:
@@ -125,7 +126,7 @@ class ResponseAnswer:
         if self._body.store is not False:
             conversation = [*self._history, *items_of(self._body.input), *items]
             stored = Stored(msgspec.json.encode(answer), msgspec.json.encode(conversation))
-            self._store.put(generation.id, stored)
+            self._keep(generation.id, stored)
         return answer
 
     def _response(self, generation: ChatGeneration, status: str, items: list[Item]) -> Item:
