@@ -15,6 +15,7 @@ from moed.config.capabilities import ActivationFormat, BackendCapabilities
 from moed.config.cors import CorsConfig
 from moed.config.errors import ConfigError
 from moed.config.expert_placement import ExpertPlacement
+from moed.config.explained import Explained
 from moed.config.tls import TlsConfig
 
 
@@ -253,6 +254,8 @@ class EngineConfig:
     cache: CacheConfig
     runner: RunnerConfig
     server: ServerConfig
+    explained: tuple[Explained, ...] = ()
+    """Every setting with its origin, for people who ask; nothing is decided by it."""
     fault_injection: str | None = None
     """Faults that tests ask for (`MOED_FAULT_INJECTION`); None in any real use."""
 

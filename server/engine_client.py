@@ -116,6 +116,20 @@ class Submission:
         if (choice := self.open.get(index)) is not None:
             self._client.abort([choice], "stop")
 
+    def abort(self) -> None:
+        """End what is still open here and on the engines; each ends with the reason "abort"."""
+        choices = list(self.open.values())
+        self.close()
+        for choice in choices:
+            ending = TokenOutput(
+                request_id=choice.request_id,
+                epoch=choice.epoch,
+                output_index=choice.next_output_index,
+                token_ids=[],
+                finish_reason="abort",
+            )
+            self.put((choice.index, ending))
+
     def close(self) -> None:
         """Abort what is still open. Safe to call twice."""
         if self.open:

@@ -118,7 +118,9 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """Index of `token_ids[0]` among the request's output tokens."""
     token_ids: list[int]
     finish_reason: str | None = None
-    """"stop" (a stop token), "length", or "error"; None while it goes on."""
+    """"stop" (a stop token), "length", or "error"; None while it goes on. The front end alone says
+    "abort", where somebody has asked for it.
+    """
     stop_token_id: int | None = None
     """The stop token that ended it: also the last of `token_ids`."""
     error: str | None = None

@@ -5,11 +5,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from moed.config.cors import CorsConfig
+from moed.server.api.aborting import abort_router
+from moed.server.api.administration import administration_router
 from moed.server.api.cache import cache_router
 from moed.server.api.chat import chat_router
 from moed.server.api.completions import completions_router
 from moed.server.api.errors import install_error_handlers
 from moed.server.api.experts import experts_router
+from moed.server.api.loads import loads_router
 from moed.server.api.messages_api.routes import messages_router
 from moed.server.api.middleware.api_keys import ApiKeys
 from moed.server.api.middleware.availability import Availability
@@ -20,6 +23,7 @@ from moed.server.api.middleware.unexpected_errors import UnexpectedErrors
 from moed.server.api.models import models_router
 from moed.server.api.openapi import install_openapi
 from moed.server.api.probes import probes_router
+from moed.server.api.rendering import render_router
 from moed.server.api.responses_api.routes import responses_router
 from moed.server.api.state import AppState
 from moed.server.api.tokenization import tokenization_router
@@ -65,6 +69,10 @@ def create_app(state: AppState) -> FastAPI:
         tokenization_router(state),
         experts_router(state),
         cache_router(state),
+        render_router(state),
+        abort_router(state),
+        loads_router(state),
+        administration_router(state),
     ):
         app.include_router(router)
     install_openapi(app)

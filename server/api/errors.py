@@ -101,6 +101,14 @@ class MethodNotAllowed(InvalidRequest):
     code = "method_not_allowed"
 
 
+class Conflict(InvalidRequest):
+    status = 409
+    code = "conflict"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers=NOT_AGAIN)
+
+
 class BodyTimeout(InvalidRequest):
     status = 408
     code = "request_timeout"

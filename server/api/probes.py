@@ -12,7 +12,10 @@ from moed.server.metrics import CONTENT_TYPE
 
 READINESS_PATHS = ("/readyz", "/ready", "/health", "/ping")
 PROBE_PATHS = frozenset({"/livez", "/startupz", *READINESS_PATHS})
-ALWAYS_ANSWERED = PROBE_PATHS | {"/version", "/metrics", "/openapi.json"}
+ALWAYS_ANSWERED = PROBE_PATHS | {
+    *("/version", "/metrics", "/openapi.json", "/server_info", "/v1/loads", "/v1/abort"),
+    *("/admin/drain", "/admin/resume"),
+}
 
 
 def probes_router(state: AppState) -> APIRouter:

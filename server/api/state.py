@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from moed.config.engine_config import EngineConfig
+from moed.server.api.open_generations import OpenGenerations
 from moed.server.chat_template import ChatTemplate, tokenizer_info
 from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
@@ -81,8 +82,9 @@ class TextTools:
         template = ChatTemplate.load(folder)
         source = "" if template is None else template.source
         tools = tool_format(server.tool_call_parser, source)
+        tokenizer = TextTokenizer.load(folder)
         return cls(
-            TextTokenizer.load(folder),
+            tokenizer,
             template,
             tools,
             reasoning_format(server.reasoning_parser, source),
@@ -102,6 +104,7 @@ class AppState:
     grammars: GrammarChecker
     text: TextTools | None = None
     open_requests: OpenRequests = field(default_factory=OpenRequests)
+    generations: OpenGenerations = field(default_factory=OpenGenerations)
     created_at: int = field(default_factory=lambda: int(time.time()))
     version: str = field(default_factory=lambda: installed_version("moed") or "0+unknown")
 

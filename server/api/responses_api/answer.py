@@ -122,7 +122,7 @@ class ResponseAnswer:
         answer["usage"] = _usage(generation)
         answer["completed_at"] = int(time.time())
         if status == "incomplete":
-            answer["incomplete_details"] = {"reason": "max_output_tokens"}
+            answer["incomplete_details"] = {"reason": CUT[generation.choices[0].text.finish_reason]}
         if self._body.store is not False:
             conversation = [*self._history, *items_of(self._body.input), *items]
             stored = Stored(msgspec.json.encode(answer), msgspec.json.encode(conversation))
@@ -162,6 +162,8 @@ class ResponseAnswer:
         }
 
 
+# Of answers that have not ended by themselves: what clients are told.
+CUT: dict[str | None, str] = {"length": "max_output_tokens", "abort": "aborted"}
 TEXT_EVENTS = {
     Kind.REASONING: ("response.reasoning_text", "text"),
     Kind.TEXT: ("response.output_text", "text"),
@@ -171,7 +173,7 @@ TEXT_EVENTS = {
 
 def _status(generation: ChatGeneration) -> str:
     """Of an answer that has ended."""
-    is_cut = generation.choices[0].text.finish_reason == "length"
+    is_cut = generation.choices[0].text.finish_reason in CUT
     return "incomplete" if is_cut else "completed"
 
 
