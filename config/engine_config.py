@@ -180,10 +180,12 @@ class ModelConfig:
     moe_intermediate_size: int
     max_position_embeddings: int
     hf_config: Mapping[str, Any] = field(repr=False)
-    """config.json as read, for the family's own fields."""
+    """config.json as read, for the family's own fields; of a multimodal model the text part."""
     generation_config: Mapping[str, Any] = field(repr=False)
     """generation_config.json as read, or empty."""
     eos_token_ids: tuple[int, ...] = ()
+    whole_model_type: str | None = None
+    """Of the multimodal model whose text part this is; None: there are no other parts."""
 
 
 @dataclass(frozen=True)

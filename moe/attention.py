@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from moed.config.windows import Window
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
 
@@ -74,9 +75,9 @@ class AttentionBackend(Protocol):
     """Each layer copies the contexts of a step, so that their sum counts."""
 
     def plan(
-        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+        self, batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
     ) -> StepAttention:
-        """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+        """`window`: what a token sees; None: all before it."""
         ...
 
     def graph(
@@ -84,7 +85,7 @@ class AttentionBackend(Protocol):
         num_rows: int,
         num_blocks: int,
         block_size: int,
-        windows: tuple[int | None, int | None],
+        windows: tuple[Window | None, Window | None],
     ) -> GraphAttention | None:
         """Of a graph for so many requests of so many blocks each; None: `plan` is recorded too."""
         ...
@@ -115,7 +116,7 @@ class TorchAttention:
     copies_context = True
 
     def plan(
-        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+        self, batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
     ) -> AttentionPlan:
         """See `AttentionBackend`."""
         return plan_attention(batch, block_size, window, dtype)
@@ -125,17 +126,17 @@ class TorchAttention:
         num_rows: int,
         num_blocks: int,
         block_size: int,
-        windows: tuple[int | None, int | None],
+        windows: tuple[Window | None, Window | None],
     ) -> None:
         """See `AttentionBackend`: masks follow from positions, on the device."""
         return None
 
 
 def plan_attention(
-    batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
 ) -> AttentionPlan:
-    """`window`: a token sees itself and the `window` - 1 before it; None: all before it. Blocks
-    before a request's window are not read.
+    """`window`: what a token sees; None: all before it. Blocks before the first window of a request
+    are not read.
     """
     prefills: list[Prefill] = []
     decodes: list[int] = []
@@ -150,13 +151,15 @@ def plan_attention(
         elif num_tokens:
             first = 0
             if window is not None:
-                first = max(0, context - num_tokens - window + 1) // block_size
+                first = max(0, window.first_seen(context - num_tokens)) // block_size
             blocks = batch.block_tables[request, first : -(-context // block_size)]
             rows = slice(row, row + num_tokens)
-            positions = batch.positions[rows, None] - first * block_size
-            context -= first * block_size
-            is_plain = num_tokens == context and (window is None or context <= window)
-            mask = None if is_plain else _mask(positions, context, window, dtype)
+            is_plain = num_tokens == context and (window is None or context <= window.size)
+            shift = first * block_size
+            context -= shift
+            mask = None
+            if not is_plain:
+                mask = _mask(batch.positions[rows, None], shift, context, window, dtype)
             prefills.append(Prefill(rows, blocks, context, mask))
         row += num_tokens
     if not decodes:
@@ -167,36 +170,43 @@ def plan_attention(
         rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
         tables, positions = tables[decodes], positions[rows_of_decodes]
     tables = tables[:, :num_blocks]
+    begins = torch.zeros_like(positions)
     if window is not None:
-        tables, positions = _last_blocks(tables, positions, block_size, window)
-    length = tables.shape[1] * block_size
-    mask = _mask(positions[:, None, None, None], length, window, dtype)
+        tables, begins = _last_blocks(tables, positions, block_size, window)
+    positions, begins = (each[:, None, None, None] for each in (positions, begins))
+    mask = _mask(positions, begins, tables.shape[1] * block_size, window, dtype)
     return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, tables.flatten(), mask))
 
 
 def _last_blocks(
-    tables: torch.Tensor, positions: torch.Tensor, block_size: int, window: int
+    tables: torch.Tensor, positions: torch.Tensor, block_size: int, window: Window
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `tables` [r, P], the blocks that the window before `positions` [r] touches, and the
-    positions counted from the first of them. Reads nothing on the host.
+    """Of `tables` [r, P], the blocks that the windows of `positions` [r] touch, and the position
+    [r] at which the first of them begins. Reads nothing on the host.
     """
     num_blocks = tables.shape[1]
-    num_seen = min(num_blocks, -(-(window - 1) // block_size) + 1)
-    first = (positions - (window - 1)).clamp_(min=0) // block_size
+    num_seen = min(num_blocks, -(-(window.size - 1) // block_size) + 1)
+    first = window.first_seen(positions).clamp(min=0) // block_size
     columns = first[:, None] + torch.arange(num_seen, device=tables.device)
     # Beyond the last block it comes again, at places that no query sees.
     columns.clamp_(max=num_blocks - 1)
-    return tables.gather(1, columns), positions - first * block_size
+    return tables.gather(1, columns), first * block_size
 
 
 def _mask(
-    positions: torch.Tensor, length: int, window: int | None, dtype: torch.dtype
+    positions: torch.Tensor,
+    shift: int | torch.Tensor,
+    length: int,
+    window: Window | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[..., length]: 0 where the query at `positions` [..., 1] sees the key, else -inf."""
-    keys = torch.arange(length, device=positions.device)
+    """[..., length]: 0 where the query at `positions` [..., 1] sees the key, else -inf; the first
+    key is at position `shift`.
+    """
+    keys = torch.arange(length, device=positions.device) + shift
     is_hidden = keys > positions
     if window is not None:
-        is_hidden |= keys <= positions - window
+        is_hidden |= keys < window.first_seen(positions)
     zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
     return zeros.masked_fill_(is_hidden, -torch.inf)
 
@@ -263,7 +273,7 @@ def _prefill_with_sinks(
     num_tokens, num_kv_heads, mask = query.shape[0], keys.shape[1], prefill.mask
     if mask is None:
         positions = torch.arange(num_tokens, device=query.device)[:, None]
-        mask = _mask(positions, prefill.context, None, query.dtype)
+        mask = _mask(positions, 0, prefill.context, None, query.dtype)
     keys, values = _with_sink_row(keys, 0), _with_sink_row(values, 0)
     parts = []
     size = query.shape[1] // num_kv_heads

@@ -9,7 +9,7 @@ from typing import Any
 
 from moed.config.engine_config import EngineConfig
 from moed.server.api.open_generations import OpenGenerations
-from moed.server.chat_template import ChatTemplate, tokenizer_info
+from moed.server.chat_template import ChatTemplate
 from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
@@ -21,6 +21,7 @@ from moed.server.parsers.registry import (
     tool_format,
 )
 from moed.server.tokenizer import TextTokenizer
+from moed.server.tokenizer_info import tokenizer_info
 from moed.server.tool_round_trip import reads_back
 
 
@@ -73,7 +74,7 @@ class TextTools:
     is_read_back: bool
     """False when the template writes calls that the parser does not read."""
     info: Mapping[str, Any]
-    """What the checkpoint says of its tokenizer."""
+    """Of the tokenizer, for clients."""
 
     @classmethod
     def load(cls, config: EngineConfig) -> "TextTools":
@@ -89,7 +90,7 @@ class TextTools:
             tools,
             reasoning_format(server.reasoning_parser, source),
             template is None or tools is None or reads_back(template, tools),
-            tokenizer_info(folder),
+            tokenizer_info(folder, tokenizer, template, config.model.eos_token_ids),
         )
 
 
