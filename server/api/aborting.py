@@ -8,11 +8,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moed.server.api.bodies.body import Body, ClientId
 from moed.server.api.callers import caller_of
 from moed.server.api.errors import InvalidRequest, NotFound
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.open_generations import Found
-from moed.server.api.requests import Body, ClientId
 from moed.server.api.state import AppState
 
 ABORT_PATH = "/v1/abort"

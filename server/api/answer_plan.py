@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moed.server.api.bodies.chat import ChatBody
+from moed.server.api.bodies.conversation import NamedTool, Tool
 from moed.server.api.errors import InvalidRequest
-from moed.server.api.requests import ChatBody, NamedTool, Tool
 from moed.server.api.state import TextTools
 from moed.server.api.structured import Asked
 from moed.server.grammar_checker import Question

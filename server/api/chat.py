@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moed.server.api.answer_plan import AnswerPlan, offered_tools, plan_answer
+from moed.server.api.bodies.chat import ChatBody
 from moed.server.api.chat_output import ChatOutput
 from moed.server.api.choice_text import Token
 from moed.server.api.completions import check_num_choices
@@ -26,7 +27,6 @@ from moed.server.api.generation import (
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import ChatLogprobs, chat_logprobs
 from moed.server.api.parameters import Defaults, Ignored, Sampling, check_unknown, make_sampling
-from moed.server.api.requests import ChatBody
 from moed.server.api.respond import respond
 from moed.server.api.responses import (
     ChatChoice,

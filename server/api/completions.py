@@ -9,6 +9,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moed.server.api.bodies.completion import CompletionBody
 from moed.server.api.choice_text import Piece, Token
 from moed.server.api.errors import ContextLengthExceeded, InvalidRequest
 from moed.server.api.event_stream import DONE, event
@@ -32,7 +33,6 @@ from moed.server.api.parameters import (
     check_unknown,
     make_sampling,
 )
-from moed.server.api.requests import CompletionBody
 from moed.server.api.respond import respond
 from moed.server.api.responses import CompletionChoice
 from moed.server.api.state import AppState

@@ -12,13 +12,13 @@ from typing import Any
 from msgspec import UNSET
 from starlette.requests import Request
 
+from moed.server.api.bodies.sampling import SamplingBody
 from moed.server.api.callers import caller_of
 from moed.server.api.choice_text import ChoiceText, Piece, Token
 from moed.server.api.errors import InvalidRequest, NotFound
 from moed.server.api.logprobs import prompt_logprobs
 from moed.server.api.parameters import Ignored, Sampling
 from moed.server.api.request_ids import SCOPE_KEY
-from moed.server.api.requests import SamplingBody
 from moed.server.api.responses import Answer, PromptTokensDetails, Usage
 from moed.server.api.state import AppState
 from moed.server.api.suggestions import did_you_mean

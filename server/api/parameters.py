@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moed.config.engine_config import EngineConfig
+from moed.server.api.bodies.chat import ChatBody
+from moed.server.api.bodies.completion import CompletionBody
+from moed.server.api.bodies.sampling import SamplingBody
 from moed.server.api.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
-from moed.server.api.requests import ChatBody, CompletionBody, SamplingBody
 from moed.server.messages import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16

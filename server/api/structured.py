@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
+from moed.server.api.bodies.sampling import SamplingBody
 from moed.server.api.errors import InvalidRequest
-from moed.server.api.requests import SamplingBody
 from moed.server.api.state import AppState
 from moed.server.grammar_checker import Question
 from moed.server.grammar_library import GrammarError

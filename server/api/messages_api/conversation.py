@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from moed.server.api.bodies.chat import ChatBody
 from moed.server.api.errors import InvalidRequest, UnsupportedParameter
 from moed.server.api.messages_api.body import (
     TEXT_ONLY,
@@ -12,7 +13,6 @@ from moed.server.api.messages_api.body import (
     Text,
     ToolParam,
 )
-from moed.server.api.requests import ChatBody
 from moed.server.api.translation import chat_body, joined_text
 
 # What only Anthropic's own servers do.
