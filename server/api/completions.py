@@ -26,17 +26,16 @@ from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import CompletionLogprobs, completion_logprobs
 from moed.server.api.parameters import (
     Defaults,
-    Ignored,
     Sampling,
     check_num_tokens,
     check_token_ids,
-    check_unknown,
     make_sampling,
 )
 from moed.server.api.respond import respond
 from moed.server.api.responses import CompletionChoice
 from moed.server.api.state import AppState
 from moed.server.api.structured import asked_grammar, engine_grammar
+from moed.server.api.unknown_parameters import Ignored, check_unknown
 from moed.server.grammar_checker import Question
 
 KIND = "text_completion"
@@ -153,7 +152,7 @@ def _logprobs(
 ) -> CompletionLogprobs | None:
     if body.logprobs is None:
         return None
-    return completion_logprobs(tokens, generation.state.tools.tokenizer)
+    return completion_logprobs(tokens, generation.token_name)
 
 
 def whole_completion(generation: Generation) -> Response:

@@ -15,8 +15,9 @@ from moed.server.api.chat import prepare_chat
 from moed.server.api.completions import prepare_completion
 from moed.server.api.generation import PromptTokens, served_model
 from moed.server.api.json_route import JsonRoute
-from moed.server.api.parameters import Defaults, Ignored, Sampling
+from moed.server.api.parameters import Defaults, Sampling
 from moed.server.api.state import AppState
+from moed.server.api.unknown_parameters import Ignored
 
 
 def render_router(state: AppState) -> APIRouter:

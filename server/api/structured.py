@@ -25,7 +25,7 @@ class Asked:
 
 def asked_grammar(body: SamplingBody) -> Asked | None:
     """What the output must follow. Raises `InvalidRequest` when it is asked for twice."""
-    found = [*_response_format(body), *_structured_outputs(body), *_older_names(body)]
+    found = [*_response_format(body), *_structured_outputs(body), *_other_names(body)]
     if len(found) > 1:
         raise InvalidRequest(
             f"{found[0].param} and {found[1].param} both say what the output must follow; give one "
@@ -70,28 +70,34 @@ def _structured_outputs(body: SamplingBody) -> list[Asked]:
             param="structured_outputs.json",
             code="invalid_value",
         )
-    return _of_kinds("structured_outputs.", values)
+    return [
+        _asked(kind, value, f"structured_outputs.{kind}")
+        for kind, value in values.items()
+        if value is not None
+    ]
 
 
-def _older_names(body: SamplingBody) -> list[Asked]:
-    """vLLM's former names."""
-    values = {
-        "json": body.guided_json,
-        "regex": body.guided_regex,
-        "choice": body.guided_choice,
-        "grammar": body.guided_grammar,
-    }
-    return _of_kinds("guided_", values)
+# By parameter: the kind of grammar.
+OTHER_NAMES = {
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 
 
-def _of_kinds(prefix: str, values: dict[str, Any]) -> list[Asked]:
-    found = []
-    for kind, value in values.items():
-        if value is not None:
-            param = prefix + kind
-            is_text = isinstance(value, str)
-            found.append(Asked(kind, value if is_text else _json_text(value, param), param))
-    return found
+def _other_names(body: SamplingBody) -> list[Asked]:
+    """Other servers' names, and vLLM's former ones."""
+    given = ((name, kind, getattr(body, name)) for name, kind in OTHER_NAMES.items())
+    return [_asked(kind, value, name) for name, kind, value in given if value is not None]
+
+
+def _asked(kind: str, value: Any, param: str) -> Asked:
+    return Asked(kind, value if isinstance(value, str) else _json_text(value, param), param)
 
 
 def _json_text(value: Any, param: str) -> str:

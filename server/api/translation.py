@@ -30,6 +30,7 @@ SHARED_EXTRAS = frozenset(
         "stop",
         "stop_token_ids",
         "structured_outputs",
+        "thinking_token_budget",
         "top_k",
     )
 )

@@ -24,3 +24,5 @@ class ChatBody(Conversation, SamplingBody):
         None
     )
     """Passed to the chat template."""
+    thinking_token_budget: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    """Most tokens of the reasoning; then its end is written for the model."""

@@ -1,6 +1,6 @@
 """What both completion routes share: how tokens are chosen, when an output ends, what is sent."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
@@ -29,6 +29,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Every chunk says what has been used so far."""
 
 
 def check_stop(value: Any) -> list[str]:
@@ -66,7 +68,9 @@ class SamplingBody(Body):
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """The prompt's last so many tokens are kept; -1: as many as fit beside one output token."""
+    """So many tokens of the prompt are kept; -1: as many as fit beside one output token."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where the others are cut off: its beginning (left) unless it is set."""
     prompt_logprobs: Count | None = None
     """Of so many likely tokens at each position of the prompt, and of the prompt's own."""
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
@@ -81,24 +85,45 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Of no effect: text is what the tokenizer makes of the tokens, and it adds no such spaces."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens in logprobs are named `token_id:5`: other than texts, ids are all different."""
     return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Tokens that are sent together, once the first has been."""
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
     """The prompt's beginning is shared only with requests of the same salt."""
     user: str | None = None
-    """Who asks; taken, and of no effect here."""
+    """Who asks; taken, and of no effect here, as are the next three."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
     request_id: ClientId | None = None
     """Echoed as `x-request-id`."""
+    rid: ClientId | None = None
+    """The same, as others call it."""
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    # Other servers' names for parts of `structured_outputs`.
+    json_schema: Schema | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Choice | None = None
     guided_grammar: str | None = None
+
+    @property
+    def client_id(self) -> str | None:
+        """What the client calls this request."""
+        return self.rid if self.request_id is None else self.request_id
 
     def unknown_fields(self) -> dict[str, Any]:
         unknown = super().unknown_fields()

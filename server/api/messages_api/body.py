@@ -57,7 +57,7 @@ class ToolChoiceParam(Body):
 
 class ThinkingParam(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     display: str | None = None
 
 

@@ -42,8 +42,8 @@ def to_chat(body: CountBody) -> ChatBody:
         **_tool_choice(body),
         **_output(body),
     }
-    if body.thinking is not None and body.thinking.budget_tokens is not None:
-        extras["thinking.budget_tokens"] = body.thinking.budget_tokens
+    if body.thinking is not None and body.thinking.type == "enabled":
+        translated["thinking_token_budget"] = body.thinking.budget_tokens
     if isinstance(body, MessagesBody):
         translated |= {
             "max_tokens": body.max_tokens,
