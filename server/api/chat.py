@@ -98,7 +98,7 @@ async def prepare_chat(
     if is_cut_to_context:
         sampling = sampling.cut_to_context()
     sampling = without_bad_words(sampling, body, state)
-    asked, tools = asked_grammar(body), offered_tools(body)
+    asked, tools = asked_grammar(body, state), offered_tools(body)
     text, prompt = await rendered_chat(body, state)
     plan = plan_answer(body, tools, text, asked, state.tools)
     if plan.question is not None:

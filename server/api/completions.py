@@ -68,7 +68,7 @@ async def prepare_completion(
     ignored = check_unknown(body, state.config)
     sampling = make_sampling(body, state.config, defaults, state.context_length)
     sampling = without_bad_words(sampling, body, state)
-    asked = asked_grammar(body)
+    asked = asked_grammar(body, state)
     prompts = await read_prompts(body, state)
     if asked is not None:
         question = Question(asked.kind, asked.source)

@@ -6,10 +6,13 @@ from typing import Any
 import msgspec
 
 from moed.server.api.bodies.sampling import SamplingBody
+from moed.server.api.bodies.structured import StructuralTags
 from moed.server.api.errors import InvalidRequest
 from moed.server.api.state import AppState
+from moed.server.api.structural_tags import read_structural_tags, structural_lark
 from moed.server.grammar_checker import Question
 from moed.server.grammar_library import GrammarError
+from moed.server.tokenizer import TextTokenizer
 
 ANY_OBJECT = '{"type":"object"}'
 
@@ -23,9 +26,14 @@ class Asked:
     param: str
 
 
-def asked_grammar(body: SamplingBody) -> Asked | None:
+def asked_grammar(body: SamplingBody, state: AppState) -> Asked | None:
     """What the output must follow. Raises `InvalidRequest` when it is asked for twice."""
-    found = [*_response_format(body), *_structured_outputs(body), *_other_names(body)]
+    found = [
+        *_structural_tags(body, state.tools.tokenizer),
+        *_response_format(body),
+        *_structured_outputs(body),
+        *_other_names(body),
+    ]
     if len(found) > 1:
         raise InvalidRequest(
             f"{found[0].param} and {found[1].param} both say what the output must follow; give one "
@@ -36,9 +44,20 @@ def asked_grammar(body: SamplingBody) -> Asked | None:
     return found[0] if found else None
 
 
+def _structural_tags(body: SamplingBody, tokenizer: TextTokenizer) -> list[Asked]:
+    found: list[tuple[StructuralTags, str]] = []
+    if body.response_format is not None and body.response_format.type == "structural_tag":
+        found.append((body.response_format, "response_format"))
+    outputs = body.structured_outputs
+    if outputs is not None and outputs.structural_tag is not None:
+        param = "structured_outputs.structural_tag"
+        found.append((read_structural_tags(outputs.structural_tag, param), param))
+    return [Asked("lark", structural_lark(tags, p, tokenizer), p) for tags, p in found]
+
+
 def _response_format(body: SamplingBody) -> list[Asked]:
     given = body.response_format
-    if given is None or given.type == "text":
+    if given is None or given.type in ("text", "structural_tag"):
         return []
     if given.type == "json_object":
         return [Asked("json", ANY_OBJECT, "response_format")]

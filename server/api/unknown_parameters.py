@@ -17,7 +17,6 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None,),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
-    "structured_outputs.structural_tag": (None,),
     "structured_outputs.whitespace_pattern": (None,),
     "functions": (None, []),
     "function_call": (None, "none"),
