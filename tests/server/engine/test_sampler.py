@@ -9,7 +9,7 @@ import torch
 
 from moed.server.draw import draw, filtered_weights, keep_top_p, uniform
 from moed.server.grammar_masks import NO_MASKS
-from moed.server.messages import SamplingParams
+from moed.server.messages import ReasoningLimit, SamplingParams
 from moed.server.request import Request
 from moed.server.sampler import choose_tokens, sample
 from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
@@ -411,3 +411,37 @@ def test_nothing_is_left_to_choose() -> None:
     made = request([0], [], allowed_token_ids=[4], bad_words=[[4]], **GREEDY)
     (result,) = run(torch.zeros(1, V), made)
     assert result.error is not None and "allowed_token_ids" in result.error
+
+
+@pytest.mark.parametrize(
+    ("begin_id", "output", "is_forced"),
+    [
+        # Three tokens of reasoning, which tokens 1 and 2 end; the first of them is written.
+        (None, [5, 5], False),
+        (None, [5, 5, 5], True),
+        (None, [5, 5, 5, 1], False),
+        (None, [5, 1, 5], False),
+        (None, [5, 2, 5], False),
+        (9, [5, 5, 5], False),
+        (9, [9, 5, 5], False),
+        (9, [9, 5, 5, 5], True),
+        (9, [5, 9, 5, 5, 5], True),
+        (9, [5, 9, 5, 1, 5], False),
+        (9, [5, 5, 5, 5, 9, 5, 5, 5], False),
+    ],
+)
+def test_reasoning_ends_when_it_has_had_its_tokens(
+    begin_id: int | None, output: list[int], is_forced: bool
+) -> None:
+    """The prompt, which holds an end, does not count."""
+    logits = [0.0, -50.0, 2.0, 3.0, 4.0, *[0.0] * 5]
+    limit = ReasoningLimit(begin_id, [1, 2], 3)
+    made = request([1, 9], output, reasoning_limit=limit, **GREEDY)
+    assert choose(logits, made) == (1 if is_forced else 4)
+
+
+def test_reasoning_that_may_not_begin_ends_at_once_whatever_else_is_asked() -> None:
+    limit = ReasoningLimit(None, [3], 0)
+    params = {"reasoning_limit": limit, "temperature": 2.0, "seed": 1}
+    made = request([1], [], logit_bias={3: -100.0}, bad_words=[[3]], **params)
+    assert choose([1.0] * 10, made) == 3
