@@ -207,7 +207,9 @@ class RunnerConfig:
     """How a rank executes its steps."""
 
     attention_backend: str
-    """"torch", "flashinfer" or "auto". Nothing reads it yet: attention is torch's."""
+    """"sdpa" or "flashinfer"; or "auto": FlashInfer, if it works at the start on all ranks, else
+    sdpa.
+    """
     graph_buckets: tuple[int, ...]
     """Rows of the graphs that decode steps replay, none above B; empty: all steps are eager."""
 
@@ -296,6 +298,7 @@ class EngineConfig:
             "expert_placement": self.parallel.placement_digest,
             "device": self.parallel.device,
             "agreement_backend": self.parallel.agreement_backend,
+            "attention_backend": self.runner.attention_backend,
             "graph_buckets": self.runner.graph_buckets,
             "model": self.model.model,
             "revision": self.model.revision,

@@ -28,6 +28,7 @@ DROPPED_FIRST = (
     "enable_chunked_prefill",
     "max_model_len",
     "enable_expert_parallel",
+    "attention_backend",
     "num_kv_blocks",
     "kv_cache_memory",
     "max_num_batched_tokens",

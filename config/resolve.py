@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moed.config import budget, environ, machine, refusals
+from moed.config.attention import AUTO, choose_attention
 from moed.config.capabilities import BackendCapabilities
 from moed.config.engine_config import (
     CacheConfig,
@@ -99,7 +100,7 @@ def assemble(
         parallel=parallel,
         scheduler=scheduler,
         cache=cache,
-        runner=_runner(settings, parallel, min(num_seqs, budget_tokens)),
+        runner=_runner(settings, parallel, model, here, min(num_seqs, budget_tokens), decided),
         server=server,
         fault_injection=settings.fault_injection,
     )
@@ -226,16 +227,22 @@ def _agreement_backend(settings: ServeSettings, device: str, decided: Decided) -
     return name
 
 
-def _runner(settings: ServeSettings, parallel: ParallelConfig, max_num_rows: int) -> RunnerConfig:
-    attention, on_gpu = settings.attention_backend, parallel.device == "cuda"
-    if attention == "flashinfer" and not on_gpu:
-        raise ConfigError(
-            "attention_backend is 'flashinfer', which needs a GPU, and device is 'cpu'; take "
-            "--attention-backend torch, or auto"
-        )
+def _runner(
+    settings: ServeSettings,
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    here: Machine,
+    max_num_rows: int,
+    decided: Decided,
+) -> RunnerConfig:
+    asked = settings.attention_backend
+    attention, why = choose_attention(asked, parallel.device, model, here)
+    if asked == AUTO:
+        decided["attention_backend"] = (attention, why)
+    on_gpu = parallel.device == "cuda"
     replays = on_gpu and parallel.backend.graph_safe and not settings.enforce_eager
     return RunnerConfig(
-        attention_backend=attention if on_gpu else "torch",
+        attention_backend=attention,
         graph_buckets=graph_buckets(max_num_rows) if replays else (),
     )
 

@@ -126,10 +126,11 @@ class ServeSettings:
     )
     attention_backend: str = option(
         "auto",
-        "has no effect yet: attention is computed by torch, whatever is chosen",
+        "auto: FlashInfer's kernels on GPUs where they are installed and know the model's "
+        "attention, else torch's own (sdpa)",
         group=PARALLEL,
-        choices=("auto", "flashinfer", "torch"),
-        synonyms={"sdpa": "torch"},
+        choices=("auto", "flashinfer", "sdpa"),
+        synonyms={"torch": "sdpa"},
     )
     num_threads: int | None = option(
         None,

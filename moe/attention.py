@@ -4,7 +4,9 @@ Legend: T tokens, R requests, r decoding requests, n tokens of one request, c it
 H query heads, G KV heads, d head dim, P blocks, S = P x block size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +39,100 @@ class Decodes:
     """[r, 1, 1, S], added to the scores."""
 
 
+class StepAttention(Protocol):
+    """What all layers of one step share that see equally far back."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        kv_cache: KVCache,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
+        `sinks` [H] are scores of a key more, whose value is 0.
+        """
+        ...
+
+
+class GraphAttention(Protocol):
+    """Of a step that is recorded as a graph, in memory that is written before each replay."""
+
+    plans: tuple[StepAttention, StepAttention]
+    """Of layers that see the whole context, and of those that slide."""
+
+    def prepare(self, block_tables: torch.Tensor, contexts: Sequence[int]) -> None:
+        """For rows with `contexts` [R] tokens and tables [R, P], on the device. Not in a graph."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """What a decoder's attention runs on."""
+
+    copies_context: bool
+    """Each layer copies the contexts of a step, so that their sum counts."""
+
+    def plan(
+        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    ) -> StepAttention:
+        """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+        ...
+
+    def graph(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, int | None],
+    ) -> GraphAttention | None:
+        """Of a graph for so many requests of so many blocks each; None: `plan` is recorded too."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What all layers of one step share."""
+    """A `StepAttention` with plain torch."""
 
     prefills: tuple[Prefill, ...]
     decodes: Decodes | None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        kv_cache: KVCache,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `StepAttention`."""
+        return paged_attention(query, layer, kv_cache, self, scale, sinks)
+
+
+class TorchAttention:
+    """An `AttentionBackend` for every model and device."""
+
+    copies_context = True
+
+    def __init__(self, is_window_aligned: bool = False) -> None:
+        """`is_window_aligned`: see `DecoderFeatures`."""
+        self._is_aligned = is_window_aligned
+
+    def plan(
+        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    ) -> AttentionPlan:
+        """See `AttentionBackend`."""
+        return plan_attention(batch, block_size, window, dtype, self._is_aligned)
+
+    def graph(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, int | None],
+    ) -> None:
+        """See `AttentionBackend`: masks follow from positions, on the device."""
+        return None
 
 
 def plan_attention(
@@ -54,6 +144,7 @@ def plan_attention(
 ) -> AttentionPlan:
     """`window`: a token sees itself and the `window` - 1 before it; None: all before it. With
     `is_aligned` windows lie side by side, and it sees itself and what is before it in its own.
+    Blocks before a request's window are not read.
     """
     prefills: list[Prefill] = []
     decodes: list[int] = []
@@ -66,11 +157,18 @@ def plan_attention(
             decodes.append(request)
             decode_rows.append(row)
         elif num_tokens:
-            blocks = batch.block_tables[request, : -(-context // block_size)]
+            first = 0
+            if window is not None:
+                first = max(0, context - num_tokens - window + 1) // block_size
+            blocks = batch.block_tables[request, first : -(-context // block_size)]
             rows = slice(row, row + num_tokens)
-            positions = batch.positions[rows, None]
+            positions, left_out = batch.positions[rows, None], first * block_size
+            context -= left_out
             is_plain = num_tokens == context and (window is None or context <= window)
-            mask = None if is_plain else _mask(positions, context, window, dtype, is_aligned)
+            mask = None
+            if not is_plain:
+                starts = _starts(positions, window, is_aligned) - left_out
+                mask = _mask(positions - left_out, context, starts, dtype)
             prefills.append(Prefill(rows, blocks, context, mask))
         row += num_tokens
     if not decodes:
@@ -80,25 +178,46 @@ def plan_attention(
     if prefills or len(decodes) < len(batch.query_lens):
         rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
         tables, positions = tables[decodes], positions[rows_of_decodes]
-    positions = positions[:, None, None, None]
-    mask = _mask(positions, num_blocks * block_size, window, dtype, is_aligned)
-    blocks = tables[:, :num_blocks].flatten()
-    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, blocks, mask))
+    tables = tables[:, :num_blocks]
+    starts = _starts(positions, window, is_aligned)
+    if window is not None:
+        tables, before = _last_blocks(tables, positions, block_size, window)
+        positions, starts = positions - before, starts - before
+    length = tables.shape[1] * block_size
+    mask = _mask(positions[:, None, None, None], length, starts[:, None, None, None], dtype)
+    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, tables.flatten(), mask))
+
+
+def _last_blocks(
+    tables: torch.Tensor, positions: torch.Tensor, block_size: int, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `tables` [r, P], the blocks that the window before `positions` [r] touches, and how many
+    tokens lie before the first of them, [r]. Reads nothing on the host.
+    """
+    num_blocks = tables.shape[1]
+    num_seen = min(num_blocks, -(-(window - 1) // block_size) + 1)
+    first = (positions - (window - 1)).clamp_(min=0) // block_size
+    columns = first[:, None] + torch.arange(num_seen, device=tables.device)
+    # Beyond the last block it comes again, at places that no query sees.
+    columns.clamp_(max=num_blocks - 1)
+    return tables.gather(1, columns), first * block_size
+
+
+def _starts(positions: torch.Tensor, window: int | None, is_aligned: bool) -> torch.Tensor:
+    """The first position that each of `positions` sees, or one before the request's beginning."""
+    if window is None:
+        return torch.zeros_like(positions)
+    return positions // window * window if is_aligned else positions - window + 1
 
 
 def _mask(
-    positions: torch.Tensor,
-    length: int,
-    window: int | None,
-    dtype: torch.dtype,
-    is_aligned: bool = False,
+    positions: torch.Tensor, length: int, starts: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[..., length]: 0 where the query at `positions` [..., 1] sees the key, else -inf."""
+    """[..., length]: 0 where the query at `positions` [..., 1], which sees from `starts` on, sees
+    the key, else -inf.
+    """
     keys = torch.arange(length, device=positions.device)
-    is_hidden = keys > positions
-    if window is not None:
-        first = positions // window * window if is_aligned else positions - window + 1
-        is_hidden |= keys < first
+    is_hidden = (keys > positions) | (keys < starts)
     zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
     return zeros.masked_fill_(is_hidden, -torch.inf)
 
@@ -111,8 +230,7 @@ def paged_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
-    `sinks` [H] are scores of a key more, whose value is 0.
+    """See `StepAttention.attend`.
 
     Decodes go together and the others one by one. A request's result does not depend on the others.
     """
@@ -166,7 +284,7 @@ def _prefill_with_sinks(
     num_tokens, num_kv_heads, mask = query.shape[0], keys.shape[1], prefill.mask
     if mask is None:
         positions = torch.arange(num_tokens, device=query.device)[:, None]
-        mask = _mask(positions, prefill.context, None, query.dtype)
+        mask = _mask(positions, prefill.context, torch.zeros_like(positions), query.dtype)
     keys, values = _with_sink_row(keys, 0), _with_sink_row(values, 0)
     parts = []
     size = query.shape[1] // num_kv_heads

@@ -4,15 +4,39 @@ A block is `block_size` tokens of K and V in every layer. Full blocks are found 
 that they end (see `moed.server.prefix`) and shared: nobody ever writes into a full block.
 """
 
+from dataclasses import dataclass
+
 from moed.server.block_pool import BlockPool
 from moed.server.prefix import extend_keys
 from moed.server.request import Request
+from moed.server.window_blocks import WindowBlocks
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Blocks that others have computed and a request can begin with."""
+
+    block_ids: list[int]
+    window_block_ids: list[int]
+    """The last ones, of the layers that slide."""
+
+
+NO_PREFIX = Prefix([], [])
 
 
 class BlockManager:
     """The pool of one rank's KV blocks."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, shares_prefixes: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        shares_prefixes: bool,
+        window_blocks: WindowBlocks | None = None,
+    ) -> None:
+        """`window_blocks`: of a model where only some layers slide."""
+        self.window_blocks = window_blocks
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._shares_prefixes = shares_prefixes
@@ -34,35 +58,41 @@ class BlockManager:
         """Blocks that `request` lacks for all of its tokens so far."""
         return self.num_blocks_for(request.num_tokens) - len(request.block_ids)
 
-    def find_prefix(self, request: Request) -> list[int]:
+    def find_prefix(self, request: Request) -> Prefix:
         """The blocks of a request that holds none, as far as others have computed them; its last
         token is always left to compute, since its logits are wanted.
         """
         if not self._shares_prefixes or not request.may_use_prefixes:
-            return []
+            return NO_PREFIX
         self._extend_keys(request)
         found: list[int] = []
-        for key in request.block_keys[: (request.num_tokens - 1) // self.block_size]:
+        keys = request.block_keys[: (request.num_tokens - 1) // self.block_size]
+        for key in keys:
             block = self._pool.find(key)
             if block is None:
                 break
             found.append(block)
-        return found
+        if self.window_blocks is None:
+            return Prefix(found, [])
+        num_blocks, last = self.window_blocks.find_last(keys[: len(found)])
+        return Prefix(found[:num_blocks], last)
 
-    def num_needed_blocks(self, request: Request, prefix: list[int]) -> int:
+    def num_needed_blocks(self, request: Request, prefix: Prefix) -> int:
         """Free blocks that `start` would take."""
-        kept = sum(map(self._pool.is_kept, prefix))
-        return self.num_missing_blocks(request) - len(prefix) + kept
+        kept = sum(map(self._pool.is_kept, prefix.block_ids))
+        return self.num_missing_blocks(request) - len(prefix.block_ids) + kept
 
-    def start(self, request: Request, prefix: list[int]) -> None:
+    def start(self, request: Request, prefix: Prefix) -> None:
         """Give a request that holds nothing the blocks of its prefix, as computed, and new ones for
         all of its other tokens. The caller has checked that `num_needed_blocks` are free.
         """
-        for block in prefix:
+        for block in prefix.block_ids:
             self._pool.hold(block)
-        request.block_ids.extend(prefix)
-        request.num_named_blocks = len(prefix)
-        request.num_computed_tokens = len(prefix) * self.block_size
+        request.block_ids.extend(prefix.block_ids)
+        request.num_named_blocks = len(prefix.block_ids)
+        request.num_computed_tokens = len(prefix.block_ids) * self.block_size
+        if self.window_blocks is not None:
+            self.window_blocks.start(request, prefix.window_block_ids)
         self.allocate(request)
 
     def allocate(self, request: Request) -> None:
@@ -74,17 +104,26 @@ class BlockManager:
         for _ in range(missing):
             request.block_ids.append(self._pool.take())
 
-    def name_blocks(self, request: Request, num_tokens: int) -> None:
+    def take_step(self, request: Request, num_tokens: int) -> None:
         """Its first `num_tokens` tokens are in the cache by the time that this step's attention
         reads, so requests that come after it, in this step too, can share the full blocks.
         """
+        if self.window_blocks is not None:
+            self.window_blocks.extend(request, num_tokens)
         num_full = num_tokens // self.block_size
         if num_full <= request.num_named_blocks or not self._shares_prefixes:
             return
         self._extend_keys(request)
         for index in range(request.num_named_blocks, num_full):
             self._pool.name(request.block_ids[index], request.block_keys[index])
+            if self.window_blocks is not None:
+                self.window_blocks.name(request, index, request.block_keys[index])
         request.num_named_blocks = num_full
+
+    def end_step(self, request: Request) -> None:
+        """Its `num_computed_tokens` have grown."""
+        if self.window_blocks is not None:
+            self.window_blocks.drop_unseen(request)
 
     def free(self, request: Request) -> None:
         """Take all of its blocks back. Safe for a request that holds none."""
@@ -92,6 +131,8 @@ class BlockManager:
         for block in reversed(request.block_ids):
             self._pool.release(block)
         del request.block_ids[:]
+        if self.window_blocks is not None:
+            self.window_blocks.free(request)
         request.num_computed_tokens = 0
         request.num_named_blocks = 0
 
@@ -99,10 +140,14 @@ class BlockManager:
         """Nobody shall share what this request holds: it came out wrong."""
         for block in request.block_ids:
             self._pool.forget(block)
+        if self.window_blocks is not None:
+            self.window_blocks.forget(request)
 
     def forget_prefixes(self) -> None:
         """What is in the cache now is found by nobody any more; running requests keep theirs."""
         self._pool.forget_all()
+        if self.window_blocks is not None:
+            self.window_blocks.forget_prefixes()
 
     def _extend_keys(self, request: Request) -> None:
         extend_keys(request.block_keys, request.cache_salt, request.token_ids, self.block_size)

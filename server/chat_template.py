@@ -183,6 +183,21 @@ class ChatTemplate:
         return prepared
 
 
+def tokenizer_info(folder: str) -> dict[str, Any]:
+    """tokenizer_config.json as clients with a tokenizer of their own read it: special tokens as
+    text, and the chat template wherever the checkpoint keeps it. Raises `ModelError`.
+    """
+    root = pathlib.Path(folder)
+    config = _read_json(root / "tokenizer_config.json")
+    sources = _sources(root, config)
+    return {
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")),
+        **config,
+        **_special_tokens(config),
+        "chat_template": sources.get("default", next(iter(sources.values()), None)),
+    }
+
+
 def _mark_ending(chat: list[dict[str, Any]]) -> str:
     content = chat[-1].get("content") if chat else None
     if not isinstance(content, str) or not content.strip():

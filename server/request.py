@@ -44,6 +44,10 @@ class Request:
     routed_experts: list[RoutedExperts] = field(default_factory=list)
     """Not sent yet."""
     block_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    window_block_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    """Of the layers that slide, where only some do (see `moed.server.window_blocks`)."""
+    num_gone_blocks: int = 0
+    """Of those, given back already."""
     cache_salt: str | None = None
     """Only requests with the same salt share prefixes."""
     block_keys: list[bytes] = field(default_factory=list)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moed.config.engine_config import SchedulerConfig
-from moed.server.block_manager import BlockManager
+from moed.server.block_manager import BlockManager, Prefix
 from moed.server.messages import AddRequest, TokenLogprobs, TokenOutput
 from moed.server.request import Request, Status
 
@@ -189,6 +189,7 @@ class Scheduler:
     def _update_one(self, scheduled: ScheduledRequest, sampled: Sampled) -> TokenOutput | None:
         request = scheduled.request
         request.num_computed_tokens += scheduled.num_tokens
+        self._blocks.end_step(request)
         self._count_prompt_tokens(request)
         if sampled.error is not None:
             # Whatever went wrong may be in its blocks.
@@ -237,7 +238,7 @@ class Scheduler:
             if request is None:
                 break
             prefix = self._blocks.find_prefix(request)
-            count = self._first_piece_size(request, len(prefix), budget)
+            count = self._first_piece_size(request, len(prefix.block_ids), budget)
             if count == 0 or not self._has_blocks_for(request, prefix):
                 break
             heapq.heappop(self._waiting)
@@ -251,10 +252,10 @@ class Scheduler:
         return budget
 
     def _piece(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        self._blocks.name_blocks(request, request.num_computed_tokens + num_tokens)
+        self._blocks.take_step(request, request.num_computed_tokens + num_tokens)
         return _piece(request, num_tokens)
 
-    def _has_blocks_for(self, request: Request, prefix: list[int]) -> bool:
+    def _has_blocks_for(self, request: Request, prefix: Prefix) -> bool:
         """True when its tokens fit, with one block over for each running request: otherwise the
         next decode that needs a block would throw it out again.
         """

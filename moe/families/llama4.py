@@ -2,6 +2,7 @@
 
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
+from moed.config.kv_layout import rotary_layers, sliding_layers
 from moed.moe.families.features import (
     DecoderFeatures,
     Family,
@@ -15,8 +16,6 @@ from moed.moe.families.features import (
 )
 from moed.moe.router import RouterSpec, Scoring
 
-ALIGNED = "chunked_attention"
-
 
 def _llama4(model: ModelConfig, max_length: int) -> DecoderFeatures:
     config = model.hf_config
@@ -25,14 +24,7 @@ def _llama4(model: ModelConfig, max_length: int) -> DecoderFeatures:
             f"num_experts_per_tok {model.top_k} of a {model.model_type} model is not served; "
             "served is 1, since a row travels once and can be scaled once"
         )
-    every = int(number(config, "no_rope_layer_interval", 4))
-    rotates = config.get("no_rope_layers") or [
-        (layer + 1) % every != 0 for layer in range(model.num_layers)
-    ]
-    window = config.get("attention_chunk_size", 8192)
-    kinds = config.get("layer_types") or [
-        ALIGNED if has_rotary and window is not None else "full_attention" for has_rotary in rotates
-    ]
+    sliding = sliding_layers(model)
     has_bias = flag(config, "attention_bias")
     return DecoderFeatures(
         **common(model, max_length, theta=5e5, eps=1e-5, is_interleaved=True),
@@ -46,10 +38,10 @@ def _llama4(model: ModelConfig, max_length: int) -> DecoderFeatures:
         ),
         attention_bias=has_bias,
         attention_output_bias=has_bias,
-        sliding_window=window,
-        sliding_layers=tuple(kind == ALIGNED for kind in kinds),
+        sliding_window=None if sliding is None else sliding.window,
+        sliding_layers=None if sliding is None else sliding.slides,
         is_window_aligned=True,
-        rotary_layers=tuple(map(bool, rotates)),
+        rotary_layers=rotary_layers(model),
         temperature=(
             Temperature(
                 step=int(number(config, "floor_scale", 8192)),

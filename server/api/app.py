@@ -15,6 +15,7 @@ from moed.server.api.middleware.body_limit import BodyLimit
 from moed.server.api.middleware.request_id import RequestId
 from moed.server.api.middleware.unexpected_errors import UnexpectedErrors
 from moed.server.api.models import models_router
+from moed.server.api.openapi import install_openapi
 from moed.server.api.probes import probes_router
 from moed.server.api.responses_api.routes import responses_router
 from moed.server.api.state import AppState
@@ -52,4 +53,5 @@ def create_app(state: AppState) -> FastAPI:
         cache_router(state),
     ):
         app.include_router(router)
+    install_openapi(app)
     return app

@@ -115,8 +115,8 @@ def check_length(text: str, name: str, state: AppState) -> None:
     length = state.context_length
     if not state.tools.tokenizer.fits(text, length):
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {length} tokens, but {name} has {len(text)} "
-            "characters, which is certainly more. Please shorten it.",
+            f"This model's maximum context length is {length} tokens, and the prompt is too long: "
+            f"{name} has {len(text)} characters, which are certainly more. Please shorten it.",
             param=name,
         )
 

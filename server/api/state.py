@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from moed.config.engine_config import EngineConfig
-from moed.server.chat_template import ChatTemplate
+from moed.server.chat_template import ChatTemplate, tokenizer_info
 from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
@@ -69,6 +71,8 @@ class TextTools:
     reasoning_format: ReasoningFormat | None
     is_read_back: bool
     """False when the template writes calls that the parser does not read."""
+    info: Mapping[str, Any]
+    """What the checkpoint says of its tokenizer."""
 
     @classmethod
     def load(cls, config: EngineConfig) -> "TextTools":
@@ -83,6 +87,7 @@ class TextTools:
             tools,
             reasoning_format(server.reasoning_parser, source),
             template is None or tools is None or reads_back(template, tools),
+            tokenizer_info(folder),
         )
 
 

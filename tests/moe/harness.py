@@ -74,7 +74,7 @@ def engine_config(
             gpu_memory_utilization=0.9,
             enable_prefix_caching=True,
         ),
-        runner=RunnerConfig(attention_backend="torch", graph_buckets=()),
+        runner=RunnerConfig(attention_backend="sdpa", graph_buckets=()),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,
@@ -132,6 +132,7 @@ class Stepper:
         self._kv_cache = make_kv_cache(
             config.model,
             local_kv_heads(config.model, config.parallel.tensor_parallel_size),
+            NUM_BLOCKS,
             NUM_BLOCKS,
             BLOCK_SIZE,
             dtype,

@@ -8,6 +8,7 @@ from moed.config.engine_config import SchedulerConfig
 from moed.server.block_manager import BlockManager
 from moed.server.messages import AddRequest, SamplingParams, TokenLogprobs, TokenOutput
 from moed.server.scheduler import Sampled, Schedule, ScheduledRequest, Scheduler
+from moed.server.window_blocks import WindowBlocks
 
 VOCAB_SIZE = 97
 
@@ -35,8 +36,10 @@ class FakeCache:
     a wrong block, and one that was shared with another beginning.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, window: int | None = None) -> None:
+        """`window`: the cache of the layers that slide."""
         self.block_size = block_size
+        self._window = window
         self._slots: dict[int, tuple[int, int, int]] = {}
 
     def write(self, scheduled: ScheduledRequest) -> None:
@@ -47,15 +50,22 @@ class FakeCache:
             self._slots[self._slot(scheduled, position)] = (position, token, before)
 
     def read(self, scheduled: ScheduledRequest, num_tokens: int) -> list[int]:
-        """The first `num_tokens` of the request, as the cache holds them."""
-        found = [self._slots[self._slot(scheduled, position)] for position in range(num_tokens)]
-        tokens = [token for _, token, _ in found]
-        for index, (position, _, before) in enumerate(found):
-            assert position == index and before == hash(tuple(tokens[:index]))
+        """The first `num_tokens` of the request, as the cache holds them; with a window, those that
+        this step's tokens see.
+        """
+        tokens = scheduled.request.token_ids[:num_tokens]
+        first = 0
+        if self._window is not None:
+            first = max(0, scheduled.request.num_computed_tokens - self._window + 1)
+        for index in range(first, num_tokens):
+            found = self._slots[self._slot(scheduled, index)]
+            assert found == (index, tokens[index], hash(tuple(tokens[:index])))
         return tokens
 
     def _slot(self, scheduled: ScheduledRequest, position: int) -> int:
-        block_id = scheduled.request.block_ids[position // self.block_size]
+        request = scheduled.request
+        blocks = request.block_ids if self._window is None else request.window_block_ids
+        block_id = blocks[position // self.block_size]
         return block_id * self.block_size + position % self.block_size
 
 
@@ -90,7 +100,9 @@ class Harness:
         max_model_len: int = 64,
         chunked: bool = True,
         shares_prefixes: bool = True,
+        window: int | None = None,
     ) -> None:
+        """`window`: of layers that slide, beside others that do not."""
         self.config = SchedulerConfig(
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
@@ -98,8 +110,17 @@ class Harness:
             enable_chunked_prefill=chunked,
             max_num_queued_requests=10_000,
         )
-        self.blocks = BlockManager(num_blocks, block_size, shares_prefixes=shares_prefixes)
+        window_blocks = None
+        if window is not None:
+            # What `config.kv_layout` grants.
+            number = max_num_seqs * (window // block_size + 3) + budget // block_size
+            number = min(num_blocks, number)
+            window_blocks = WindowBlocks(number, window, block_size)
+        self.blocks = BlockManager(
+            num_blocks, block_size, shares_prefixes=shares_prefixes, window_blocks=window_blocks
+        )
         self.cache = FakeCache(block_size)
+        self.window_cache = FakeCache(block_size, window)
         self.scheduler = Scheduler(self.config, self.blocks, max_model_len, VOCAB_SIZE)
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.steps: list[Schedule] = []
@@ -112,6 +133,8 @@ class Harness:
         schedule = self.scheduler.schedule()
         self.steps.append(schedule)
         self._check(schedule)
+        if self.blocks.window_blocks is not None:
+            self._use_window_cache(schedule)
         outputs = self.scheduler.update(schedule, fake_results(schedule, self.cache))
         for output in outputs:
             self.outputs[output.request_id].append(output)
@@ -124,6 +147,13 @@ class Harness:
                 return
             self.step()
         raise AssertionError("requests do not end")
+
+    def _use_window_cache(self, schedule: Schedule) -> None:
+        for scheduled in schedule.requests:
+            self.window_cache.write(scheduled)
+        for scheduled in schedule.requests:
+            end = scheduled.request.num_computed_tokens + scheduled.num_tokens
+            self.window_cache.read(scheduled, end)
 
     def _check(self, schedule: Schedule) -> None:
         assert schedule.num_tokens == sum(s.num_tokens for s in schedule.requests)

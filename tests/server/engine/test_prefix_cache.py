@@ -162,12 +162,19 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(requests=REQUESTS, budget=st.integers(1, 20), num_blocks=st.integers(9, 20))
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=REQUESTS,
+    budget=st.integers(1, 20),
+    num_blocks=st.integers(9, 40),
+    window=st.sampled_from([None, 1, 2, 4, 5, 9]),
+)
 def test_outputs_are_those_of_each_request_alone(
-    requests: list[Any], budget: int, num_blocks: int
+    requests: list[Any], budget: int, num_blocks: int, window: int | None
 ) -> None:
-    harness = Harness(budget=budget, num_blocks=num_blocks, block_size=4, max_model_len=36)
+    harness = Harness(
+        budget=budget, num_blocks=num_blocks, block_size=4, max_model_len=36, window=window
+    )
     aborted = []
     for number, (which, length, rest, max_tokens, steps, is_aborted) in enumerate(requests):
         prompt = [which] * length + rest
@@ -185,6 +192,8 @@ def test_outputs_are_those_of_each_request_alone(
             expected = expected_output([which] * length + rest, max_tokens, [])
             assert harness.tokens(str(number)) == expected
     assert harness.blocks.num_used_blocks == 0
+    if harness.blocks.window_blocks is not None:
+        assert harness.blocks.window_blocks.num_used_blocks == 0
 
 
 def test_keys_are_those_of_whole_prefixes() -> None:
