@@ -204,6 +204,8 @@ class RunnerConfig:
 
     attention_backend: str
     """"torch", "flashinfer" or "auto". Nothing reads it yet: attention is torch's."""
+    cpu_kernels: str
+    """"native", "torch" or "auto": what computes on a CPU. Ranks may differ."""
     graph_buckets: tuple[int, ...]
     """Rows of the graphs that decode steps replay, none above B; empty: all steps are eager."""
 

@@ -236,6 +236,7 @@ def _runner(settings: ServeSettings, parallel: ParallelConfig, max_num_rows: int
     replays = on_gpu and parallel.backend.graph_safe and not settings.enforce_eager
     return RunnerConfig(
         attention_backend=attention if on_gpu else "torch",
+        cpu_kernels=settings.cpu_kernels,
         graph_buckets=graph_buckets(max_num_rows) if replays else (),
     )
 

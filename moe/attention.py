@@ -33,8 +33,8 @@ class Decodes:
     """[r] int64, None when the step holds nothing else."""
     blocks: torch.Tensor
     """[r x P] int64."""
-    mask: torch.Tensor
-    """[r, 1, 1, S], added to the scores."""
+    mask: torch.Tensor | None
+    """[r, 1, 1, S], added to the scores; None: the native kernels, which need none, attend."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,15 @@ class AttentionPlan:
 
 
 def plan_attention(
-    batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    batch: ForwardBatch,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    masks_decodes: bool = True,
 ) -> AttentionPlan:
-    """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+    """`window`: a token sees itself and the `window` - 1 before it; None: all before it. Without
+    `masks_decodes` the decodes have no mask.
+    """
     prefills: list[Prefill] = []
     decodes: list[int] = []
     decode_rows: list[int] = []
@@ -74,7 +80,9 @@ def plan_attention(
     if prefills or len(decodes) < len(batch.query_lens):
         rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
         tables, positions = tables[decodes], positions[rows_of_decodes]
-    mask = _mask(positions[:, None, None, None], num_blocks * block_size, window, dtype)
+    mask = None
+    if masks_decodes:
+        mask = _mask(positions[:, None, None, None], num_blocks * block_size, window, dtype)
     blocks = tables[:, :num_blocks].flatten()
     return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, blocks, mask))
 
@@ -108,11 +116,24 @@ def paged_attention(
     if decodes is not None and decodes.rows is None:
         return _decode(query, layer, kv_cache, decodes, scale, sinks)
     output = torch.empty_like(query)
-    for prefill in plan.prefills:
-        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
+    attend_prefills(query, output, layer, kv_cache, plan, scale, sinks)
     if decodes is not None:
         output[decodes.rows] = _decode(query[decodes.rows], layer, kv_cache, decodes, scale, sinks)
     return output
+
+
+def attend_prefills(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    layer: int,
+    kv_cache: KVCache,
+    plan: AttentionPlan,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> None:
+    """The rows of requests with several tokens, from `query` [T, H, d] into `output` [T, H, d]."""
+    for prefill in plan.prefills:
+        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
 
 
 def _prefill(
@@ -193,6 +214,7 @@ def _decode(
 ) -> torch.Tensor:
     """[r, H, d]."""
     num_requests, num_heads, head_dim = query.shape
+    assert decodes.mask is not None
     keys, values = kv_cache.read(layer, decodes.blocks)
     num_kv_heads = keys.shape[1]
     shape = (num_requests, -1, num_kv_heads, head_dim)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from moed.config.engine_config import ModelConfig
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.tensor_parallel import TensorParallel
+from moed.moe import native
 from moed.moe.attention import AttentionPlan, paged_attention, plan_attention
 from moed.moe.batch import ForwardBatch
 from moed.moe.experts import Experts, swiglu
@@ -21,6 +22,7 @@ from moed.moe.fused_moe import FusedMoE
 from moed.moe.kv_cache import KVCache, LatentCache, local_kv_heads
 from moed.moe.linear import Linear
 from moed.moe.mla import LatentAttention
+from moed.moe.native.attention import HeadSizes, NativeAttention, NativeStep, can_attend
 from moed.moe.norm import rms_norm
 from moed.moe.rotary import Tables
 
@@ -70,6 +72,8 @@ class _Step:
     """Of layers that see the whole context, and of those that slide: the same where none does."""
     slots: torch.Tensor
     kv_cache: KVCache | LatentCache
+    native: NativeStep | None
+    """Where the native kernels compute the layers' attention."""
 
 
 class Decoder:
@@ -99,6 +103,7 @@ class Decoder:
         scale = features.attention_scale
         self._attention_scale = model.head_dim**-0.5 if scale is None else scale
         self._num_kv_heads = local_kv_heads(model, tensor_parallel.size)
+        self._native = self._native_attention(layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -137,20 +142,14 @@ class Decoder:
     def _forward(
         self, batch: ForwardBatch, kv_cache: KVCache | LatentCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:
-        features, block_size = self._features, kv_cache.block_size
+        features = self._features
         hidden = F.embedding(batch.token_ids, self._embedding)
         hidden = _scaled(hidden, features.embedding_scale)
         eps, scale = features.rms_norm_eps, features.residual_scale
-        step = _Step(
-            features.rotary.tables(batch.positions, hidden.dtype),
-            self._plans(batch, block_size, hidden.dtype),
-            batch.slot_mapping,
-            kv_cache,
-        )
+        step = self._step(batch, kv_cache, hidden.dtype)
         routed = iter(() if batch.routed_experts is None else batch.routed_experts.unbind(1))
         for index, layer in enumerate(self._layers):
-            normed = rms_norm(hidden, layer.input_norm, eps)
-            hidden = hidden + _scaled(self._attend(index, layer.attention, normed, step), scale)
+            hidden = self._with_attention(index, layer, hidden, step)
             normed = rms_norm(hidden, layer.post_attention_norm, eps)
             if isinstance(layer.mlp, FusedMoE):
                 added = layer.mlp(normed, dp_metadata, next(routed, None))
@@ -161,14 +160,73 @@ class Decoder:
         wanted = rms_norm(hidden[batch.logits_indices], self._final_norm, eps)
         return _scaled(self._head(wanted).float(), 1 / features.logits_divisor)
 
+    def _step(
+        self, batch: ForwardBatch, kv_cache: KVCache | LatentCache, dtype: torch.dtype
+    ) -> _Step:
+        tables = self._features.rotary.tables(batch.positions, dtype)
+        plans = self._plans(batch, kv_cache.block_size, dtype)
+        native = None
+        if self._native is not None and batch.num_tokens:
+            query_size = self._num_heads * self._model.head_dim
+            native = NativeStep(batch, tables, plans[0], kv_cache.block_size, query_size)
+        return _Step(tables, plans, batch.slot_mapping, kv_cache, native)
+
     def _plans(
         self, batch: ForwardBatch, block_size: int, dtype: torch.dtype
     ) -> tuple[AttentionPlan, AttentionPlan]:
         window, slides = self._features.sliding_window, self._features.sliding_layers
-        sliding = plan_attention(batch, block_size, window, dtype)
+        masks_decodes = self._native is None
+        sliding = plan_attention(batch, block_size, window, dtype, masks_decodes)
         if window is None or slides is None or all(slides):
             return sliding, sliding
-        return plan_attention(batch, block_size, None, dtype), sliding
+        return plan_attention(batch, block_size, None, dtype, masks_decodes), sliding
+
+    def _plan_of(self, index: int, step: _Step) -> AttentionPlan:
+        slides = self._features.sliding_layers
+        return step.plans[slides is None or slides[index]]
+
+    def _with_attention(
+        self, index: int, layer: Layer, hidden: torch.Tensor, step: _Step
+    ) -> torch.Tensor:
+        """[T, D]: `hidden` [T, D], which may be overwritten, plus attention of layer `index`."""
+        if step.native is not None and self._native is not None:
+            assert isinstance(step.kv_cache, KVCache)
+            plan = self._plan_of(index, step)
+            self._native[index].add_to(hidden, index, step.native, plan, step.kv_cache)
+            return hidden
+        normed = rms_norm(hidden, layer.input_norm, self._features.rms_norm_eps)
+        attended = self._attend(index, layer.attention, normed, step)
+        return hidden + _scaled(attended, self._features.residual_scale)
+
+    def _native_attention(self, layers: list[Layer]) -> list[NativeAttention] | None:
+        """By layer; None where the native kernels do not know what this model does."""
+        features, library, made = self._features, native.library(), []
+        is_known = features.attention_limit is None and self._tensor_parallel.size == 1
+        if library is None or not is_known or features.query_key_norm is QueryKeyNorm.WHOLE:
+            return None
+        for index, layer in enumerate(layers):
+            weights = layer.attention
+            if isinstance(weights, LatentAttention):
+                return None
+            qkv, output = weights.qkv.native, weights.output.native
+            if qkv is None or output is None or not can_attend(qkv, output, self._model.head_dim):
+                return None
+            slides = features.sliding_layers
+            sizes = HeadSizes(
+                num_heads=self._num_heads,
+                num_kv_heads=self._num_kv_heads,
+                head_dim=self._model.head_dim,
+                num_rotated=features.rotary.num_dims,
+                is_interleaved=features.rotary.is_interleaved,
+                norm_after_rotary=features.query_key_norm is QueryKeyNorm.HEAD_AFTER_ROTARY,
+                window=features.sliding_window if slides is None or slides[index] else None,
+                eps=features.rms_norm_eps,
+                scale=self._attention_scale,
+                residual_scale=features.residual_scale,
+            )
+            norms = (layer.input_norm, weights.query_key_norm, weights.sinks)
+            made.append(NativeAttention(library, qkv, output, *norms, sizes))
+        return made
 
     def _attend(
         self,
@@ -200,8 +258,7 @@ class Decoder:
         if self._features.query_key_norm is QueryKeyNorm.HEAD_AFTER_ROTARY:
             rotated = self._query_key_norm(rotated, weights.query_key_norm)
         query, key = rotated[:, :heads], rotated[:, heads:]
-        slides = self._features.sliding_layers
-        plan = step.plans[slides is None or slides[index]]
+        plan = self._plan_of(index, step)
         step.kv_cache.write(index, key, value, step.slots)
         attended = paged_attention(
             query, index, step.kv_cache, plan, self._attention_scale, weights.sinks

@@ -13,6 +13,7 @@ from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.placement import SlotMap
 from moed.dist.tensor_parallel import TensorParallel
+from moed.moe import native
 from moed.moe.block_scaled import BlockScaled, WeightFormat
 from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
 from moed.moe.experts import Experts, ExpertWeights, can_compute, make_experts
@@ -40,8 +41,14 @@ def load_model(
     backend: All2AllBackend,
     report: Callable[[str], None],
 ) -> Decoder:
-    """Read the own experts, the own heads and all else. Raises `ModelError`."""
+    """Read the own experts, the own heads and all else. Raises `ModelError`, or `ConfigError` where
+    kernels are asked for that are not there.
+    """
     device = torch.device(groups.device_type)
+    if groups.device_type == "cpu":
+        native.use_kernels(config.runner.cpu_kernels)
+        if groups.rank == 0:
+            logger.info("kernels: %s", native.describe())
     dtype = getattr(torch, config.model.dtype)
     family = family_of(config.model)
     max_length = config.scheduler.max_model_len or config.model.max_position_embeddings

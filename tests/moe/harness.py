@@ -73,7 +73,7 @@ def engine_config(
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
         ),
-        runner=RunnerConfig(attention_backend="torch", graph_buckets=()),
+        runner=RunnerConfig(attention_backend="torch", cpu_kernels="auto", graph_buckets=()),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,

@@ -28,6 +28,7 @@ from tests.dist.members import with_members
 from tests.worker_pool import WorkerPool
 
 D, INTERMEDIATE, B = 20, 12, 16
+# Ten times as much where logits are about 100, whose last bit is 8e-6.
 TOLERANCE = 1e-5
 
 
@@ -208,7 +209,8 @@ def test_a_layer_equals_the_dense_reference(
         assert counts == {expected_calls}
         for step, sizes in enumerate(loads(case.ranks)):
             wanted = dense(case, tensors, rows_of(rank, step, sizes[rank]))
-            torch.testing.assert_close(results[step], wanted, rtol=0, atol=TOLERANCE)
+            tolerance = TOLERANCE * (10 if case.router == "one_rank" else 1)
+            torch.testing.assert_close(results[step], wanted, rtol=0, atol=tolerance)
 
 
 def test_weights_on_the_input_of_several_experts_are_refused() -> None:

@@ -113,7 +113,9 @@ def engine_config(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=0.9,
         ),
-        runner=RunnerConfig(attention_backend="torch", graph_buckets=graph_buckets),
+        runner=RunnerConfig(
+            attention_backend="torch", cpu_kernels="auto", graph_buckets=graph_buckets
+        ),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,

@@ -101,6 +101,6 @@ def frontend_config(
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
         ),
-        runner=RunnerConfig(attention_backend="torch", graph_buckets=()),
+        runner=RunnerConfig(attention_backend="torch", cpu_kernels="auto", graph_buckets=()),
         server=dataclasses.replace(SERVER, **server),
     )
