@@ -1,7 +1,8 @@
-"""The native kernels, which are optional: one file for each instruction set, chosen at run time.
+"""The native parts, which are optional: kernels, one file for each instruction set of which one is
+chosen at run time, and the exchange between ranks of one host.
 
 Everything else is in pyproject.toml. Where a file cannot be built, as without a compiler, torch
-computes instead.
+takes its place.
 """
 
 import os
@@ -36,9 +37,21 @@ class build_native(build_ext):
 
 
 def extensions() -> list[Extension]:
+    made = []
+    if platform.system() == "Linux":
+        made.append(
+            Extension(
+                "moed.dist.host.exchange",
+                ["dist/host/exchange.cpp"],
+                extra_compile_args=COMMON,
+                extra_link_args=["-s"],
+                language="c++",
+                optional=True,
+            )
+        )
     if platform.machine().lower() not in ("x86_64", "amd64") or os.name != "posix":
-        return []
-    return [
+        return made
+    return made + [
         Extension(
             f"moed.moe.native.{name}",
             ["moe/native/kernels.cpp"],
