@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := build/clients
 ROOTS := server moe dist config
 
 .DEFAULT_GOAL := help
@@ -29,7 +30,13 @@ run: $(VENV)/.installed  ## serve the bundled model over two DP ranks on http://
 test: $(VENV)/.installed  ## run the tests (ARGS="-k scheduler" for some of them)
 	@$(BIN)/pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.installed  ## run the long tests: faults at scale, wide matrices, soak
+# Clients of others, for the slow tests; where they cannot be installed their tests skip and say so.
+$(CLIENTS)/.installed: tests/e2e/clients/requirements.txt
+	@mkdir -p $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS) && \
+	  $(CLIENTS)/bin/pip install -q --disable-pip-version-check --no-deps -r $< > $(CLIENTS)/install.log 2>&1 \
+	  && touch $@ || echo "clients for the slow tests could not be installed: see $(CLIENTS)/install.log"
+
+test-slow: $(VENV)/.installed $(CLIENTS)/.installed  ## run the long tests: faults at scale, wide matrices, soak
 	@$(BIN)/pytest -m slow --timeout 3600 $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff: errors and format

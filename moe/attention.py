@@ -4,11 +4,14 @@ Legend: T tokens, R requests, r decoding requests, n tokens of one request, c it
 H query heads, G KV heads, d head dim, P blocks, S = P x block size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from moed.config.windows import Window
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
 
@@ -33,28 +36,129 @@ class Decodes:
     """[r] int64, None when the step holds nothing else."""
     blocks: torch.Tensor
     """[r x P] int64."""
-    mask: torch.Tensor | None
-    """[r, 1, 1, S], added to the scores; None: the native kernels, which need none, attend."""
+    mask: torch.Tensor
+    """[r, 1, 1, S], added to the scores."""
+
+
+class StepAttention(Protocol):
+    """What all layers of one step share that see equally far back."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        kv_cache: KVCache,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
+        `sinks` [H] are scores of a key more, whose value is 0.
+        """
+        ...
+
+
+class GraphAttention(Protocol):
+    """Of a step that is recorded as a graph, in memory that is written before each replay."""
+
+    plans: tuple[StepAttention, StepAttention]
+    """Of layers that see the whole context, and of those that slide."""
+
+    def prepare(self, block_tables: torch.Tensor, contexts: Sequence[int]) -> None:
+        """For rows with `contexts` [R] tokens and tables [R, P], on the device. Not in a graph."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """What a decoder's attention runs on."""
+
+    copies_context: bool
+    """Each layer copies the contexts of a step, so that their sum counts."""
+
+    def plan(
+        self, batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
+    ) -> StepAttention:
+        """`window`: what a token sees; None: all before it."""
+        ...
+
+    def graph(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[Window | None, Window | None],
+    ) -> GraphAttention | None:
+        """Of a graph for so many requests of so many blocks each; None: `plan` is recorded too."""
+        ...
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What all layers of one step share."""
+    """A `StepAttention` with plain torch."""
 
     prefills: tuple[Prefill, ...]
     decodes: Decodes | None
 
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        kv_cache: KVCache,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `StepAttention`."""
+        return paged_attention(query, layer, kv_cache, self, scale, sinks)
+
+
+class TorchAttention:
+    """An `AttentionBackend` for every model and device."""
+
+    copies_context = True
+
+    def plan(
+        self, batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
+    ) -> AttentionPlan:
+        """See `AttentionBackend`."""
+        return plan_attention(batch, block_size, window, dtype)
+
+    def graph(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[Window | None, Window | None],
+    ) -> None:
+        """See `AttentionBackend`: masks follow from positions, on the device."""
+        return None
+
 
 def plan_attention(
-    batch: ForwardBatch,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-    masks_decodes: bool = True,
+    batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
 ) -> AttentionPlan:
-    """`window`: a token sees itself and the `window` - 1 before it; None: all before it. Without
-    `masks_decodes` the decodes have no mask.
+    """`window`: what a token sees; None: all before it. Blocks before the first window of a request
+    are not read.
     """
+    prefills, decodes, decode_rows = plan_pieces(batch, block_size, window, dtype)
+    if not decodes:
+        return AttentionPlan(prefills, None)
+    num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
+    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
+    if prefills or len(decodes) < len(batch.query_lens):
+        rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
+        tables, positions = tables[decodes], positions[rows_of_decodes]
+    tables = tables[:, :num_blocks]
+    begins = torch.zeros_like(positions)
+    if window is not None:
+        tables, begins = _last_blocks(tables, positions, block_size, window)
+    positions, begins = (each[:, None, None, None] for each in (positions, begins))
+    mask = _mask(positions, begins, tables.shape[1] * block_size, window, dtype)
+    return AttentionPlan(prefills, Decodes(rows_of_decodes, tables.flatten(), mask))
+
+
+def plan_pieces(
+    batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
+) -> tuple[tuple[Prefill, ...], list[int], list[int]]:
+    """The requests with several tokens; the numbers of those with one, and of their rows."""
     prefills: list[Prefill] = []
     decodes: list[int] = []
     decode_rows: list[int] = []
@@ -66,35 +170,51 @@ def plan_attention(
             decodes.append(request)
             decode_rows.append(row)
         elif num_tokens:
-            blocks = batch.block_tables[request, : -(-context // block_size)]
+            first = 0
+            if window is not None:
+                first = max(0, window.first_seen(context - num_tokens)) // block_size
+            blocks = batch.block_tables[request, first : -(-context // block_size)]
             rows = slice(row, row + num_tokens)
-            positions = batch.positions[rows, None]
-            is_plain = num_tokens == context and (window is None or context <= window)
-            mask = None if is_plain else _mask(positions, context, window, dtype)
+            is_plain = num_tokens == context and (window is None or context <= window.size)
+            shift = first * block_size
+            context -= shift
+            mask = None
+            if not is_plain:
+                mask = _mask(batch.positions[rows, None], shift, context, window, dtype)
             prefills.append(Prefill(rows, blocks, context, mask))
         row += num_tokens
-    if not decodes:
-        return AttentionPlan(tuple(prefills), None)
-    num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
-    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
-    if prefills or len(decodes) < len(batch.query_lens):
-        rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
-        tables, positions = tables[decodes], positions[rows_of_decodes]
-    mask = None
-    if masks_decodes:
-        mask = _mask(positions[:, None, None, None], num_blocks * block_size, window, dtype)
-    blocks = tables[:, :num_blocks].flatten()
-    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, blocks, mask))
+    return tuple(prefills), decodes, decode_rows
+
+
+def _last_blocks(
+    tables: torch.Tensor, positions: torch.Tensor, block_size: int, window: Window
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `tables` [r, P], the blocks that the windows of `positions` [r] touch, and the position
+    [r] at which the first of them begins. Reads nothing on the host.
+    """
+    num_blocks = tables.shape[1]
+    num_seen = min(num_blocks, -(-(window.size - 1) // block_size) + 1)
+    first = window.first_seen(positions).clamp(min=0) // block_size
+    columns = first[:, None] + torch.arange(num_seen, device=tables.device)
+    # Beyond the last block it comes again, at places that no query sees.
+    columns.clamp_(max=num_blocks - 1)
+    return tables.gather(1, columns), first * block_size
 
 
 def _mask(
-    positions: torch.Tensor, length: int, window: int | None, dtype: torch.dtype
+    positions: torch.Tensor,
+    shift: int | torch.Tensor,
+    length: int,
+    window: Window | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[..., length]: 0 where the query at `positions` [..., 1] sees the key, else -inf."""
-    keys = torch.arange(length, device=positions.device)
+    """[..., length]: 0 where the query at `positions` [..., 1] sees the key, else -inf; the first
+    key is at position `shift`.
+    """
+    keys = torch.arange(length, device=positions.device) + shift
     is_hidden = keys > positions
     if window is not None:
-        is_hidden |= keys <= positions - window
+        is_hidden |= keys < window.first_seen(positions)
     zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
     return zeros.masked_fill_(is_hidden, -torch.inf)
 
@@ -107,8 +227,7 @@ def paged_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
-    `sinks` [H] are scores of a key more, whose value is 0.
+    """See `StepAttention.attend`.
 
     Decodes go together and the others one by one. A request's result does not depend on the others.
     """
@@ -116,7 +235,7 @@ def paged_attention(
     if decodes is not None and decodes.rows is None:
         return _decode(query, layer, kv_cache, decodes, scale, sinks)
     output = torch.empty_like(query)
-    attend_prefills(query, output, layer, kv_cache, plan, scale, sinks)
+    attend_prefills(query, output, layer, kv_cache, plan.prefills, scale, sinks)
     if decodes is not None:
         output[decodes.rows] = _decode(query[decodes.rows], layer, kv_cache, decodes, scale, sinks)
     return output
@@ -127,12 +246,12 @@ def attend_prefills(
     output: torch.Tensor,
     layer: int,
     kv_cache: KVCache,
-    plan: AttentionPlan,
+    prefills: tuple[Prefill, ...],
     scale: float,
     sinks: torch.Tensor | None,
 ) -> None:
     """The rows of requests with several tokens, from `query` [T, H, d] into `output` [T, H, d]."""
-    for prefill in plan.prefills:
+    for prefill in prefills:
         output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
 
 
@@ -175,7 +294,7 @@ def _prefill_with_sinks(
     num_tokens, num_kv_heads, mask = query.shape[0], keys.shape[1], prefill.mask
     if mask is None:
         positions = torch.arange(num_tokens, device=query.device)[:, None]
-        mask = _mask(positions, prefill.context, None, query.dtype)
+        mask = _mask(positions, 0, prefill.context, None, query.dtype)
     keys, values = _with_sink_row(keys, 0), _with_sink_row(values, 0)
     parts = []
     size = query.shape[1] // num_kv_heads
@@ -214,7 +333,6 @@ def _decode(
 ) -> torch.Tensor:
     """[r, H, d]."""
     num_requests, num_heads, head_dim = query.shape
-    assert decodes.mask is not None
     keys, values = kv_cache.read(layer, decodes.blocks)
     num_kv_heads = keys.shape[1]
     shape = (num_requests, -1, num_kv_heads, head_dim)

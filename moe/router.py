@@ -21,6 +21,8 @@ class Scoring(StrEnum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SPARSE_MIXER = "sparse mixer"
+    """One choice after the other, each with a softmax over those that come near it."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class RouterSpec:
     """
     weighs_input: bool = False
     """The weights scale what goes into the experts, not what comes out."""
+    jitter: float = 0.0
+    """Of the sparse mixer: how near is near, by half the distance in parts of the logit."""
 
 
 def route(
@@ -59,9 +63,14 @@ def route(
     it. Of equal experts the one with the lower id comes first.
     """
     logits = logits.float()
+    if spec.scoring is Scoring.SPARSE_MIXER:
+        return _sparse_mixer(logits, spec)
     is_softmax = spec.scoring is Scoring.SOFTMAX
     scores = torch.softmax(logits, dim=-1) if is_softmax else logits.sigmoid()
-    choice = scores if correction is None else scores + correction
+    # A sigmoid may round large logits to one and the same score.
+    choice = scores if is_softmax else logits
+    if correction is not None:
+        choice = scores + correction
     if spec.num_groups > spec.num_chosen_groups:
         choice = _of_best_groups(choice, spec)
     # A stable sort, since `topk` promises no order between equals.
@@ -74,6 +83,20 @@ def route(
     if spec.scale != 1.0:
         weights = weights * spec.scale
     return weights.contiguous(), ids.contiguous()
+
+
+def _sparse_mixer(logits: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `route`. Weights need not sum to 1: https://arxiv.org/abs/2409.12136"""
+    left, weights, ids = logits, [], []
+    for _ in range(spec.top_k):
+        best, chosen = left.max(dim=-1, keepdim=True)
+        # By the logits of all experts, also those chosen before, as the model was trained.
+        is_far = (best - logits) / logits.abs().clamp(min=best) > 2 * spec.jitter
+        near = torch.softmax(left.masked_fill(is_far, -torch.inf), dim=-1)
+        weights.append(near.gather(1, chosen))
+        ids.append(chosen)
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(weights, dim=1), torch.cat(ids, dim=1)
 
 
 def _of_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:

@@ -4,6 +4,7 @@ Legend: r rows, D hidden, K top-k, e local experts, I intermediate size.
 """
 
 import ctypes
+from typing import ClassVar
 
 import torch
 
@@ -26,6 +27,8 @@ class NativeExperts:
     """Cost follows the rows: only the weights of experts with rows are read, each once for up to 96
     of them.
     """
+
+    reads_on_host: ClassVar[bool] = True
 
     def __init__(self, library: Library, weights: ExpertWeights) -> None:
         """`weights` without an `obstacle`; they are copied."""

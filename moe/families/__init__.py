@@ -19,14 +19,23 @@ from moed.config.errors import ModelError
 from moed.config.quantization import SERVED_FORMATS
 from moed.moe.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from moed.moe.families.ernie import ERNIE
-from moed.moe.families.features import DecoderFeatures, Family, FusedNames, Names, QueryKeyNorm
+from moed.moe.families.features import (
+    DecoderFeatures,
+    Family,
+    FusedNames,
+    Names,
+    QueryKeyNorm,
+    Temperature,
+)
 from moed.moe.families.glm import DOTS1, GLM4_MOE
 from moed.moe.families.gpt_oss import GPT_OSS
 from moed.moe.families.granite import GRANITE_MOE, GRANITE_MOE_SHARED
 from moed.moe.families.hunyuan import HUNYUAN
+from moed.moe.families.llama4 import LLAMA4
 from moed.moe.families.mixtral import MINIMAX_M2, MIXTRAL
 from moed.moe.families.olmoe import OLMOE
-from moed.moe.families.qwen import QWEN2_MOE, QWEN3_MOE
+from moed.moe.families.phimoe import PHIMOE
+from moed.moe.families.qwen import QWEN2_MOE, QWEN3_MOE, QWEN3_VL_MOE
 from moed.moe.rotary import ROPE_TYPES
 
 __all__ = [
@@ -36,6 +45,7 @@ __all__ = [
     "FusedNames",
     "Names",
     "QueryKeyNorm",
+    "Temperature",
     "families_table",
     "family_of",
 ]
@@ -47,16 +57,20 @@ FAMILIES = {
     "ernie4_5_moe": ERNIE,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "glm4v_moe_text": GLM4_MOE,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITE_MOE,
     "granitemoeshared": GRANITE_MOE_SHARED,
     "hunyuan_v1_moe": HUNYUAN,
     "kimi_k2": DEEPSEEK_V3,
+    "llama4_text": LLAMA4,
     "minimax_m2": MINIMAX_M2,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
+    "phimoe": PHIMOE,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_vl_moe_text": QWEN3_VL_MOE,
 }
 
 

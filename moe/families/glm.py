@@ -42,7 +42,7 @@ def _glm4_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
         **common(model, max_length, eps=1e-5, partial=0.5),
         router=corrected_sigmoid(model, renormalize=True),
         query_key_norm=QueryKeyNorm.HEAD if has_norm else QueryKeyNorm.NONE,
-        attention_bias=flag(config, "attention_bias"),
+        attention_bias=flag(config, "attention_bias", model.model_type == "glm4v_moe_text"),
     )
 
 

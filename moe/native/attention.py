@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moed.moe.attention import AttentionPlan, attend_prefills
+from moed.config.windows import Window
+from moed.moe.attention import attend_prefills, plan_pieces
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
 from moed.moe.native.binding import DTYPES, AttentionLayer, Library, StepState, arguments
@@ -31,6 +32,7 @@ class HeadSizes:
     is_interleaved: bool
     norm_after_rotary: bool
     window: int | None
+    """Of the last tokens that a token sees."""
     eps: float
     scale: float
     """Of the scores."""
@@ -38,39 +40,40 @@ class HeadSizes:
 
 
 class NativeStep:
-    """What all layers share in one step: made once, and kept until the last has run."""
+    """What all layers with one `window`, None for the whole context, share in one step: made once,
+    and kept until the last of them has run.
+    """
 
     def __init__(
         self,
         batch: ForwardBatch,
         tables: Tables,
-        plan: AttentionPlan,
+        window: Window | None,
         block_size: int,
         query_size: int,
     ) -> None:
-        """`plan` is that of any layer; `query_size` is H d."""
+        """`batch` has the slots and tables of these layers; `query_size` is H d."""
         cosine, sine = tables
         self.num_tokens = batch.num_tokens
         self.query = cosine.new_empty(batch.num_tokens, query_size)
         self.attended = torch.empty_like(self.query)
-        rows = blocks = None
-        num_decodes = width = 0
-        if plan.decodes is not None:
-            rows, blocks = plan.decodes.rows, plan.decodes.blocks
-            num_decodes = batch.num_tokens if rows is None else rows.shape[0]
-            width = blocks.shape[0] // num_decodes
+        self.prefills, decodes, decode_rows = plan_pieces(batch, block_size, window, cosine.dtype)
+        rows, blocks = None, batch.block_tables
+        if len(decodes) < len(batch.query_lens):
+            rows, blocks = torch.tensor(decode_rows, dtype=torch.int64), blocks[decodes]
+        blocks = blocks.contiguous()
         self._kept = (batch, cosine, sine, rows, blocks)
         struct = StepState(
             batch.num_tokens,
             block_size,
-            width,
+            blocks.shape[1],
             batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(),
             cosine.data_ptr(),
             sine.data_ptr(),
-            num_decodes,
+            len(decodes),
             None if rows is None else rows.data_ptr(),
-            None if blocks is None else blocks.data_ptr(),
+            blocks.data_ptr(),
         )
         self._struct = struct
         self.address = ctypes.addressof(struct)
@@ -122,7 +125,6 @@ class NativeAttention:
         hidden: torch.Tensor,
         index: int,
         step: NativeStep,
-        plan: AttentionPlan,
         cache: KVCache,
     ) -> None:
         """Add to `hidden` [T, D] what layer `index` attends to; its K and V go to the cache."""
@@ -136,13 +138,13 @@ class NativeAttention:
             cache.values[index].data_ptr(),
         )
         first = arguments(self._dtype)
-        if not plan.prefills:
+        if not step.prefills:
             self._function(first, INPUT | DECODE | OUTPUT, *common)
             return
         self._function(first, INPUT, *common)
         shape = (step.num_tokens, *self._heads)
         query, attended = step.query.view(shape), step.attended.view(shape)
-        attend_prefills(query, attended, index, cache, plan, self._scale, self._sinks)
+        attend_prefills(query, attended, index, cache, step.prefills, self._scale, self._sinks)
         self._function(first, DECODE | OUTPUT, *common)
 
 

@@ -123,11 +123,15 @@ class Limits:
 
 
 def check_num_tokens(num_prompt_tokens: int, context_length: int, param: str) -> None:
-    """Raises `ContextLengthExceeded` where no output token would fit."""
+    """Raises `ContextLengthExceeded` where no output token would fit.
+
+    "prompt is too long" is what LangChain and coding agents look for in the message.
+    """
     if num_prompt_tokens >= context_length:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {context_length} tokens, prompt and output "
-            f"together, but the prompt has {num_prompt_tokens} tokens. Please shorten it.",
+            f"together, and the prompt is too long: it has {num_prompt_tokens} tokens. Please "
+            "shorten it.",
             param=param,
         )
 

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
+"""`POST /tokenize` and `/detokenize` and `GET /tokenizer_info`, in vLLM's shapes."""
 
 import asyncio
 from typing import Any
@@ -52,6 +52,11 @@ def tokenization_router(state: AppState) -> APIRouter:
         if len(body.tokens) <= MAX_INLINE_TOKENS:
             return _json({"prompt": decode(body.tokens, False)})
         return _json({"prompt": await asyncio.to_thread(decode, body.tokens, False)})
+
+    @router.get("/tokenizer_info")
+    async def info(request: Request) -> Response:
+        """The tokenizer's configuration and the chat template."""
+        return _json(state.tools.info)
 
     return router
 

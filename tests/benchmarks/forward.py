@@ -63,7 +63,7 @@ class Bench:
         num_blocks = most * -(-context // BLOCK_SIZE)
         model, kind = config.model, getattr(torch, dtype)
         self._cache = make_kv_cache(
-            model, model.num_kv_heads, num_blocks, BLOCK_SIZE, kind, torch.device("cpu")
+            model, model.num_kv_heads, num_blocks, 0, BLOCK_SIZE, kind, torch.device("cpu")
         )
 
     @torch.inference_mode()

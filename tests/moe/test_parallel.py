@@ -100,6 +100,7 @@ CASES = [
     ("qwen3_moe", 3, 2),
     ("mixtral", 1, 2),
     ("glm4_moe", 8, 2),
+    ("llama4_text", 8, 2),
     ("gpt_oss", 6, 2),
 ]
 # Emulated, and slower: the odd ones.

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from moed.server.frontend import is_worth_logging
-from tests.server.http.checkpoints import END, START
+from tests.server.http.checkpoints import CHATML, END, START
 from tests.server.http.configs import frontend_config
 from tests.server.http.served import Served
 
@@ -72,14 +72,10 @@ def test_tokenize_and_detokenize(served: Served, tokenizer: Tokenizer) -> None:
         assert served.post("/detokenize", {"tokens": tokens}).status_code == 400
 
 
-def test_openapi_describes_the_routes(served: Served) -> None:
-    schema = served.get("/openapi.json").json()
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/livez"):
-        assert path in schema["paths"]
-    for path in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
-        assert path in schema["paths"]
-    completion = schema["components"]["schemas"]["CompletionBody"]["properties"]
-    assert {"prompt", "max_tokens", "stop", "echo"} <= set(completion)
+def test_tokenizer_info_is_what_a_client_needs_to_tokenize(served: Served) -> None:
+    info = served.get("/tokenizer_info").json()
+    assert info["chat_template"] == CHATML
+    assert info["eos_token"] == END and info["bos_token"] is None
 
 
 def samples(served: Served) -> dict[tuple[str, str, str], float]:
