@@ -213,6 +213,8 @@ class RunnerConfig:
     """"sdpa" or "flashinfer"; or "auto": FlashInfer, if it works at the start on all ranks, else
     sdpa.
     """
+    cpu_kernels: str
+    """"native", "torch" or "auto": what computes on a CPU. Ranks may differ."""
     graph_buckets: tuple[int, ...]
     """Rows of the graphs that decode steps replay, none above B; empty: all steps are eager."""
 

@@ -138,6 +138,27 @@ def plan_attention(
     """`window`: what a token sees; None: all before it. Blocks before the first window of a request
     are not read.
     """
+    prefills, decodes, decode_rows = plan_pieces(batch, block_size, window, dtype)
+    if not decodes:
+        return AttentionPlan(prefills, None)
+    num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
+    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
+    if prefills or len(decodes) < len(batch.query_lens):
+        rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
+        tables, positions = tables[decodes], positions[rows_of_decodes]
+    tables = tables[:, :num_blocks]
+    begins = torch.zeros_like(positions)
+    if window is not None:
+        tables, begins = _last_blocks(tables, positions, block_size, window)
+    positions, begins = (each[:, None, None, None] for each in (positions, begins))
+    mask = _mask(positions, begins, tables.shape[1] * block_size, window, dtype)
+    return AttentionPlan(prefills, Decodes(rows_of_decodes, tables.flatten(), mask))
+
+
+def plan_pieces(
+    batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
+) -> tuple[tuple[Prefill, ...], list[int], list[int]]:
+    """The requests with several tokens; the numbers of those with one, and of their rows."""
     prefills: list[Prefill] = []
     decodes: list[int] = []
     decode_rows: list[int] = []
@@ -162,20 +183,7 @@ def plan_attention(
                 mask = _mask(batch.positions[rows, None], shift, context, window, dtype)
             prefills.append(Prefill(rows, blocks, context, mask))
         row += num_tokens
-    if not decodes:
-        return AttentionPlan(tuple(prefills), None)
-    num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
-    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
-    if prefills or len(decodes) < len(batch.query_lens):
-        rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
-        tables, positions = tables[decodes], positions[rows_of_decodes]
-    tables = tables[:, :num_blocks]
-    begins = torch.zeros_like(positions)
-    if window is not None:
-        tables, begins = _last_blocks(tables, positions, block_size, window)
-    positions, begins = (each[:, None, None, None] for each in (positions, begins))
-    mask = _mask(positions, begins, tables.shape[1] * block_size, window, dtype)
-    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, tables.flatten(), mask))
+    return tuple(prefills), decodes, decode_rows
 
 
 def _last_blocks(
@@ -227,11 +235,24 @@ def paged_attention(
     if decodes is not None and decodes.rows is None:
         return _decode(query, layer, kv_cache, decodes, scale, sinks)
     output = torch.empty_like(query)
-    for prefill in plan.prefills:
-        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
+    attend_prefills(query, output, layer, kv_cache, plan.prefills, scale, sinks)
     if decodes is not None:
         output[decodes.rows] = _decode(query[decodes.rows], layer, kv_cache, decodes, scale, sinks)
     return output
+
+
+def attend_prefills(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    layer: int,
+    kv_cache: KVCache,
+    prefills: tuple[Prefill, ...],
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> None:
+    """The rows of requests with several tokens, from `query` [T, H, d] into `output` [T, H, d]."""
+    for prefill in prefills:
+        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
 
 
 def _prefill(

@@ -75,7 +75,7 @@ def engine_config(
             gpu_memory_utilization=0.9,
             enable_prefix_caching=True,
         ),
-        runner=RunnerConfig(attention_backend="sdpa", graph_buckets=()),
+        runner=RunnerConfig(attention_backend="sdpa", cpu_kernels="auto", graph_buckets=()),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,
