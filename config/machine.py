@@ -1,5 +1,6 @@
 """What this machine has, found without torch: GPUs, free memory."""
 
+import importlib.util
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ CGROUP = Path("/sys/fs/cgroup")
 GPU_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 GPU_QUERY_TIMEOUT_S = 10.0
 QP_DEPTH_VARIABLE = "NVSHMEM_QP_DEPTH"
+# Never dependencies: they need a GPU's libraries, and are found at run time.
+OPTIONAL_PACKAGES = ("deep_ep", "flashinfer")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Machine:
     """Memory of the node that is free for new processes."""
     qp_depth: str | None = None
     """`NVSHMEM_QP_DEPTH` as set; None: not set."""
+    packages: frozenset[str] | None = None
+    """Those of `OPTIONAL_PACKAGES` that are installed."""
 
 
 def this_machine(device: str) -> Machine:
@@ -44,7 +49,13 @@ def this_machine(device: str) -> Machine:
         gpu_memory_bytes=memory,
         available_bytes=available_memory_bytes(),
         qp_depth=environment().get(QP_DEPTH_VARIABLE) or None,
+        packages=installed_packages(),
     )
+
+
+def installed_packages() -> frozenset[str]:
+    """Found, not imported: whether they work shows at the start."""
+    return frozenset(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name))
 
 
 def _gpus() -> tuple[int | None, int | None]:

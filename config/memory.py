@@ -15,8 +15,6 @@ from moed.config.engine_config import EngineConfig
 from moed.config.machine import Machine
 from moed.config.weight_bytes import (
     BYTES_PER_NUMBER,
-    latent_attention,
-    local_kv_heads,
     weight_bytes,
 )
 
@@ -37,18 +35,6 @@ class Item:
 
 def total(items: Sequence[Item]) -> int:
     return sum(item.num_bytes for item in items)
-
-
-def kv_bytes_per_token(config: EngineConfig) -> tuple[int, str]:
-    """Bytes of one token in the cache of one rank, and how they are reckoned."""
-    model, size = config.model, BYTES_PER_NUMBER[config.model.dtype]
-    latent = latent_attention(model)
-    if latent is not None:
-        text = f"{model.num_layers} layers x ({latent.kv_rank} + {latent.rotary_dim}) x {size} B"
-        return model.num_layers * latent.row_size * size, text
-    heads, dim = local_kv_heads(config), model.head_dim
-    text = f"{model.num_layers} layers x 2 x {heads} KV heads x {dim} x {size} B"
-    return 2 * model.num_layers * heads * dim * size, text
 
 
 def num_useful_tokens(config: EngineConfig) -> int:

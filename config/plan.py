@@ -10,12 +10,12 @@ from moed.config import deep_ep_limits as limits
 from moed.config.capabilities import ActivationFormat, DeepEPMode
 from moed.config.deep_ep_question import dispatch_capacity, num_dispatched_experts
 from moed.config.engine_config import EngineConfig
+from moed.config.kv_layout import kv_layout
 from moed.config.machine import Machine
 from moed.config.memory import (
     Item,
     RankMemory,
     dispatch_items,
-    kv_bytes_per_token,
     moe_bytes_per_rank,
     num_useful_tokens,
     rank_memory,
@@ -97,23 +97,23 @@ def make_plan(
 
 
 def _kv_cache(config: EngineConfig, machine: Machine) -> KVCachePlan:
-    per_token, formula = kv_bytes_per_token(config)
+    layout = kv_layout(config)
     cache, num_bytes, why = config.cache, rank_memory(config, machine).left, "what is left"
     if cache.num_kv_blocks is not None:
-        num_bytes, why = cache.num_kv_blocks * cache.block_size * per_token, "--num-kv-blocks"
+        num_bytes, why = layout.num_bytes(cache.num_kv_blocks), "--num-kv-blocks"
     elif cache.kv_cache_memory_bytes is not None:
         num_bytes, why = cache.kv_cache_memory_bytes, "--kv-cache-memory"
     tokens = None
     if num_bytes is not None:
         num_bytes = max(0, num_bytes)
-        tokens = num_bytes // (per_token * cache.block_size) * cache.block_size
+        tokens = layout.num_tokens(num_bytes)
         useful = num_useful_tokens(config)
         if why == "what is left" and tokens > useful:
             # As the start does: more could never be used.
-            tokens, num_bytes = useful, useful * per_token
+            tokens, num_bytes = useful, layout.num_bytes(useful // cache.block_size)
             why = f"{config.scheduler.max_num_seqs} requests of the greatest length"
     longest = config.scheduler.max_model_len or config.model.max_position_embeddings
-    return KVCachePlan(per_token, formula, num_bytes, why, tokens, longest)
+    return KVCachePlan(layout.bytes_per_token, layout.formula, num_bytes, why, tokens, longest)
 
 
 def _budget(

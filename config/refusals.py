@@ -7,9 +7,9 @@ from moed.config.deep_ep_question import question
 from moed.config.deep_ep_refusals import deep_ep_refusals
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError
+from moed.config.kv_layout import kv_layout
 from moed.config.machine import Machine
 from moed.config.memory import (
-    kv_bytes_per_token,
     moe_bytes_per_rank,
     num_received_rows,
     rank_memory,
@@ -56,6 +56,13 @@ def _of_nodes(config: EngineConfig, machine: Machine) -> Iterator[str]:
 
 def _of_backend(config: EngineConfig, machine: Machine) -> list[str]:
     moe, backend = config.fused_moe, config.parallel.backend
+    library = backend.library
+    if library and config.parallel.device == "cuda" and machine.packages is not None:
+        if library not in machine.packages:
+            return [
+                f"all2all_backend {backend.name!r} is unavailable: the package {library} is not "
+                "installed; take all2allv or allgather_reducescatter, which need torch alone"
+            ]
     if backend.deep_ep_mode is not None:
         asked = question(config, machine)
         return deep_ep_refusals(asked, emulated=config.parallel.device == "cpu")
@@ -109,8 +116,7 @@ def _of_gpu_memory(config: EngineConfig, machine: Machine) -> Iterator[str]:
         f"{format_bytes(machine.gpu_memory_bytes)} x {cache.gpu_memory_utilization:g} "
         f"(--gpu-memory-utilization) = {format_bytes(memory.usable)}"
     )
-    block = cache.block_size * kv_bytes_per_token(config)[0]
-    if memory.left < block:
+    if memory.left < kv_layout(config).num_bytes(1):
         yield (
             f"weights {format_bytes(memory.weights)}, dispatch buffers "
             f"{format_bytes(memory.dispatch)} and workspace {format_bytes(memory.workspace)} are "
@@ -123,24 +129,24 @@ def _of_gpu_memory(config: EngineConfig, machine: Machine) -> Iterator[str]:
 
 def _of_kv_cache(config: EngineConfig, left: int) -> Iterator[str]:
     """What was set, against the bytes that are left for it."""
-    cache, per_token = config.cache, kv_bytes_per_token(config)[0]
-    block = cache.block_size * per_token
+    cache, layout = config.cache, kv_layout(config)
     asked = cache.kv_cache_memory_bytes
     if cache.num_kv_blocks is not None:
-        asked = cache.num_kv_blocks * block
+        asked = layout.num_bytes(cache.num_kv_blocks)
     if asked is not None and asked > left:
         yield (
             f"the KV cache is set to {format_bytes(asked)} on each rank, and {format_bytes(left)} "
             f"are left for it: set --kv-cache-memory to at most {left}, or --num-kv-blocks to at "
-            f"most {left // block}"
+            f"most {layout.num_blocks(left)}"
         )
         return
     length = config.scheduler.max_model_len
-    held = (left if asked is None else asked) // block * cache.block_size
+    held = layout.num_tokens(left if asked is None else asked)
     if length is not None and length > held:
         yield (
             f"max_model_len is {length}, and the KV cache of a rank holds {held} tokens of "
-            f"{per_token} bytes: lower --max-model-len to at most {held}, or give it auto"
+            f"{layout.bytes_per_token} bytes: lower --max-model-len to at most {held}, or give it "
+            "auto"
         )
 
 
@@ -163,12 +169,12 @@ def largest_budget_in_memory(config: EngineConfig, machine: Machine) -> int:
     """The largest B of at least S whose buffers and workspace leave room for one KV block; 0 if
     there is none. Where the memory is not known, B itself.
     """
-    scheduler, block = config.scheduler, config.cache.block_size * kv_bytes_per_token(config)[0]
+    scheduler = config.scheduler
 
     def fits(tokens: int) -> bool:
         changed = replace(config, scheduler=replace(scheduler, max_num_batched_tokens=tokens))
         left = rank_memory(changed, machine).left
-        return left is None or left >= block
+        return left is None or left >= kv_layout(changed).num_bytes(1)
 
     low = max(1, scheduler.max_num_seqs)
     if rank_memory(config, machine).usable is None:

@@ -4,7 +4,9 @@ Legend: T tokens, R requests, r decoding requests, n tokens of one request, c it
 H query heads, G KV heads, d head dim, P blocks, S = P x block size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,18 +39,104 @@ class Decodes:
     """[r, 1, 1, S], added to the scores."""
 
 
+class StepAttention(Protocol):
+    """What all layers of one step share that see equally far back."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        kv_cache: KVCache,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
+        `sinks` [H] are scores of a key more, whose value is 0.
+        """
+        ...
+
+
+class GraphAttention(Protocol):
+    """Of a step that is recorded as a graph, in memory that is written before each replay."""
+
+    plans: tuple[StepAttention, StepAttention]
+    """Of layers that see the whole context, and of those that slide."""
+
+    def prepare(self, block_tables: torch.Tensor, contexts: Sequence[int]) -> None:
+        """For rows with `contexts` [R] tokens and tables [R, P], on the device. Not in a graph."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """What a decoder's attention runs on."""
+
+    copies_context: bool
+    """Each layer copies the contexts of a step, so that their sum counts."""
+
+    def plan(
+        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    ) -> StepAttention:
+        """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+        ...
+
+    def graph(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, int | None],
+    ) -> GraphAttention | None:
+        """Of a graph for so many requests of so many blocks each; None: `plan` is recorded too."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What all layers of one step share."""
+    """A `StepAttention` with plain torch."""
 
     prefills: tuple[Prefill, ...]
     decodes: Decodes | None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        kv_cache: KVCache,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `StepAttention`."""
+        return paged_attention(query, layer, kv_cache, self, scale, sinks)
+
+
+class TorchAttention:
+    """An `AttentionBackend` for every model and device."""
+
+    copies_context = True
+
+    def plan(
+        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+    ) -> AttentionPlan:
+        """See `AttentionBackend`."""
+        return plan_attention(batch, block_size, window, dtype)
+
+    def graph(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, int | None],
+    ) -> None:
+        """See `AttentionBackend`: masks follow from positions, on the device."""
+        return None
 
 
 def plan_attention(
     batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
 ) -> AttentionPlan:
-    """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+    """`window`: a token sees itself and the `window` - 1 before it; None: all before it. Blocks
+    before a request's window are not read.
+    """
     prefills: list[Prefill] = []
     decodes: list[int] = []
     decode_rows: list[int] = []
@@ -60,9 +148,13 @@ def plan_attention(
             decodes.append(request)
             decode_rows.append(row)
         elif num_tokens:
-            blocks = batch.block_tables[request, : -(-context // block_size)]
+            first = 0
+            if window is not None:
+                first = max(0, context - num_tokens - window + 1) // block_size
+            blocks = batch.block_tables[request, first : -(-context // block_size)]
             rows = slice(row, row + num_tokens)
-            positions = batch.positions[rows, None]
+            positions = batch.positions[rows, None] - first * block_size
+            context -= first * block_size
             is_plain = num_tokens == context and (window is None or context <= window)
             mask = None if is_plain else _mask(positions, context, window, dtype)
             prefills.append(Prefill(rows, blocks, context, mask))
@@ -74,9 +166,27 @@ def plan_attention(
     if prefills or len(decodes) < len(batch.query_lens):
         rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
         tables, positions = tables[decodes], positions[rows_of_decodes]
-    mask = _mask(positions[:, None, None, None], num_blocks * block_size, window, dtype)
-    blocks = tables[:, :num_blocks].flatten()
-    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, blocks, mask))
+    tables = tables[:, :num_blocks]
+    if window is not None:
+        tables, positions = _last_blocks(tables, positions, block_size, window)
+    length = tables.shape[1] * block_size
+    mask = _mask(positions[:, None, None, None], length, window, dtype)
+    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, tables.flatten(), mask))
+
+
+def _last_blocks(
+    tables: torch.Tensor, positions: torch.Tensor, block_size: int, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `tables` [r, P], the blocks that the window before `positions` [r] touches, and the
+    positions counted from the first of them. Reads nothing on the host.
+    """
+    num_blocks = tables.shape[1]
+    num_seen = min(num_blocks, -(-(window - 1) // block_size) + 1)
+    first = (positions - (window - 1)).clamp_(min=0) // block_size
+    columns = first[:, None] + torch.arange(num_seen, device=tables.device)
+    # Beyond the last block it comes again, at places that no query sees.
+    columns.clamp_(max=num_blocks - 1)
+    return tables.gather(1, columns), positions - first * block_size
 
 
 def _mask(
@@ -99,8 +209,7 @@ def paged_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, H, d] for `query` [T, H, d]; K and V of this step's tokens are already in the cache.
-    `sinks` [H] are scores of a key more, whose value is 0.
+    """See `StepAttention.attend`.
 
     Decodes go together and the others one by one. A request's result does not depend on the others.
     """

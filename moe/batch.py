@@ -4,8 +4,12 @@ Legend: T tokens of this step (0 <= T <= B), R requests in it, P the most blocks
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from moed.moe.attention import StepAttention
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,16 @@ class ForwardBatch:
     """[R, P] int64 block ids, rows padded with 0."""
     logits_indices: torch.Tensor
     """[J] int64, the rows of T whose logits are wanted."""
+    window_slot_mapping: torch.Tensor | None = None
+    """As `slot_mapping`, for the layers that slide; None: they have the same blocks."""
+    window_block_tables: torch.Tensor | None = None
+    """As `block_tables`, for the layers that slide; 0 for blocks that no token sees any more."""
     routed_experts: torch.Tensor | None = None
     """[T, M, K] int32 for the M MoE layers, to be filled with the experts that each token is routed
     to; None: nobody asks.
     """
+    attention: "tuple[StepAttention, StepAttention] | None" = None
+    """Of layers that see the whole context, and of those that slide; None: made in the step."""
 
     @property
     def num_tokens(self) -> int:

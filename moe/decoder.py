@@ -4,7 +4,7 @@ Legend: T tokens, D hidden, H query heads, G KV heads, d head dim, J rows whose 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from moed.config.engine_config import ModelConfig
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.tensor_parallel import TensorParallel
-from moed.moe.attention import AttentionPlan, paged_attention, plan_attention
+from moed.moe.attention import AttentionBackend, AttentionPlan, GraphAttention, StepAttention
 from moed.moe.batch import ForwardBatch
 from moed.moe.experts import Experts, swiglu
 from moed.moe.families import DecoderFeatures, QueryKeyNorm
@@ -66,9 +66,10 @@ class _Step:
     """What attention of all layers shares in one step, made once."""
 
     rotary_tables: Tables
-    plans: tuple[AttentionPlan, AttentionPlan]
+    plans: tuple[StepAttention, StepAttention]
     """Of layers that see the whole context, and of those that slide: the same where none does."""
-    slots: torch.Tensor
+    slots: tuple[torch.Tensor, torch.Tensor]
+    """[T] of the same two kinds of layers."""
     kv_cache: KVCache | LatentCache
 
 
@@ -85,6 +86,7 @@ class Decoder:
         final_norm: torch.Tensor,
         head: Linear,
         tensor_parallel: TensorParallel,
+        attention: AttentionBackend,
     ) -> None:
         """`embedding` [V, D], `head` to V; `experts` are those inside `layers`, by layer."""
         self._model = model
@@ -95,6 +97,7 @@ class Decoder:
         self._final_norm = final_norm
         self._head = head
         self._tensor_parallel = tensor_parallel
+        self._attention = attention
         self._num_heads = model.num_attention_heads // tensor_parallel.size
         scale = features.attention_scale
         self._attention_scale = model.head_dim**-0.5 if scale is None else scale
@@ -113,6 +116,22 @@ class Decoder:
         rows = [experts.rows_per_slot for experts in self._experts.values()]
         # A placement may leave slots empty in some layers.
         return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0).long()
+
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether its experts wait for counts that the device made, which no CUDA graph holds."""
+        return any(experts.reads_on_host for experts in self._experts.values())
+
+    @property
+    def copies_context(self) -> bool:
+        """See `AttentionBackend`."""
+        return self._attention.copies_context
+
+    def graph_attention(
+        self, num_rows: int, num_blocks: int, block_size: int
+    ) -> GraphAttention | None:
+        """See `AttentionBackend.graph`."""
+        return self._attention.graph(num_rows, num_blocks, block_size, self._windows)
 
     def routing_record(self, num_tokens: int) -> torch.Tensor:
         """[num_tokens, M, K] int32, for `ForwardBatch.routed_experts`."""
@@ -141,10 +160,12 @@ class Decoder:
         hidden = F.embedding(batch.token_ids, self._embedding)
         hidden = _scaled(hidden, features.embedding_scale)
         eps, scale = features.rms_norm_eps, features.residual_scale
+        slots = batch.window_slot_mapping
+        slots = batch.slot_mapping if slots is None else slots
         step = _Step(
             features.rotary.tables(batch.positions, hidden.dtype),
             self._plans(batch, block_size, hidden.dtype),
-            batch.slot_mapping,
+            (batch.slot_mapping, slots),
             kv_cache,
         )
         routed = iter(() if batch.routed_experts is None else batch.routed_experts.unbind(1))
@@ -163,12 +184,23 @@ class Decoder:
 
     def _plans(
         self, batch: ForwardBatch, block_size: int, dtype: torch.dtype
-    ) -> tuple[AttentionPlan, AttentionPlan]:
+    ) -> tuple[StepAttention, StepAttention]:
+        if batch.attention is not None:
+            return batch.attention
+        whole, sliding = self._windows
+        of_sliding = batch
+        if batch.window_block_tables is not None:
+            of_sliding = replace(batch, block_tables=batch.window_block_tables)
+        plan = self._attention.plan(of_sliding, block_size, sliding, dtype)
+        if whole == sliding:
+            return plan, plan
+        return self._attention.plan(batch, block_size, whole, dtype), plan
+
+    @property
+    def _windows(self) -> tuple[int | None, int | None]:
+        """Of layers that see the whole context, and of those that slide: the same where all do."""
         window, slides = self._features.sliding_window, self._features.sliding_layers
-        sliding = plan_attention(batch, block_size, window, dtype)
-        if window is None or slides is None or all(slides):
-            return sliding, sliding
-        return plan_attention(batch, block_size, None, dtype), sliding
+        return (window if slides is None or all(slides) else None), window
 
     def _attend(
         self,
@@ -182,9 +214,9 @@ class Decoder:
             return self._tensor_parallel.sum(hidden.clone())
         if isinstance(weights, LatentAttention):
             assert isinstance(step.kv_cache, LatentCache)
-            part = weights(
-                hidden, index, step.rotary_tables, step.plans[0], step.slots, step.kv_cache
-            )
+            plan = step.plans[0]
+            assert isinstance(plan, AttentionPlan), "latent attention is torch's"
+            part = weights(hidden, index, step.rotary_tables, plan, step.slots[0], step.kv_cache)
             return self._tensor_parallel.sum(part)
         assert isinstance(step.kv_cache, KVCache)
         heads, kv_heads, head_dim = self._num_heads, self._num_kv_heads, self._model.head_dim
@@ -201,10 +233,10 @@ class Decoder:
             rotated = self._query_key_norm(rotated, weights.query_key_norm)
         query, key = rotated[:, :heads], rotated[:, heads:]
         slides = self._features.sliding_layers
-        plan = step.plans[slides is None or slides[index]]
-        step.kv_cache.write(index, key, value, step.slots)
-        attended = paged_attention(
-            query, index, step.kv_cache, plan, self._attention_scale, weights.sinks
+        kind = slides is None or slides[index]
+        step.kv_cache.write(index, key, value, step.slots[kind])
+        attended = step.plans[kind].attend(
+            query, index, step.kv_cache, self._attention_scale, weights.sinks
         )
         rows = attended.reshape(-1, heads * head_dim)
         return self._tensor_parallel.sum(weights.output(rows))

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from moed.config.engine_config import ModelConfig
+from moed.config.kv_layout import sliding_layers
 from moed.config.weight_bytes import latent_attention
 
 
@@ -15,33 +16,28 @@ def local_kv_heads(model: ModelConfig, tensor_parallel_size: int) -> int:
     return max(1, model.num_kv_heads // tensor_parallel_size)
 
 
-def kv_bytes_per_block(
-    model: ModelConfig, num_kv_heads: int, block_size: int, dtype: torch.dtype
-) -> int:
-    """Bytes of one block over all layers: layers x tokens x 2 (K, V) x kv heads x head dim, or
-    layers x tokens x L.
-    """
-    latent = latent_attention(model)
-    row = 2 * num_kv_heads * model.head_dim if latent is None else latent.row_size
-    return model.num_layers * block_size * row * dtype.itemsize
-
-
 class KVCache:
-    """`keys[l]` and `values[l]` are [num_blocks, block_size, G, d]."""
+    """`keys[l]` and `values[l]` are [num_blocks, block_size, G, d]; [num_window_blocks, …] where
+    some layers slide and l is one of them.
+    """
 
     def __init__(
         self,
         model: ModelConfig,
         num_kv_heads: int,
         num_blocks: int,
+        num_window_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        shape = (num_blocks, block_size, num_kv_heads, model.head_dim)
-        self.keys = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
-        self.values = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
+        sliding, numbers = sliding_layers(model), [num_blocks] * model.num_layers
+        if sliding is not None and sliding.are_some:
+            numbers = [num_window_blocks if slides else num_blocks for slides in sliding.slides]
+        shapes = [(number, block_size, num_kv_heads, model.head_dim) for number in numbers]
+        self.keys = [_zeros(shape, dtype, device) for shape in shapes]
+        self.values = [_zeros(shape, dtype, device) for shape in shapes]
         self._rows = [
             (keys.flatten(0, 1), values.flatten(0, 1))
             for keys, values in zip(self.keys, self.values, strict=True)
@@ -94,6 +90,7 @@ def make_kv_cache(
     model: ModelConfig,
     num_kv_heads: int,
     num_blocks: int,
+    num_window_blocks: int,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -101,7 +98,9 @@ def make_kv_cache(
     """The kind that the model's attention needs; a latent row is held whole by each process."""
     latent = latent_attention(model)
     if latent is None:
-        return KVCache(model, num_kv_heads, num_blocks, block_size, dtype, device)
+        return KVCache(
+            model, num_kv_heads, num_blocks, num_window_blocks, block_size, dtype, device
+        )
     return LatentCache(latent.row_size, model.num_layers, num_blocks, block_size, dtype, device)
 
 

@@ -13,6 +13,8 @@ from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.placement import SlotMap
 from moed.dist.tensor_parallel import TensorParallel
+from moed.moe.attention import AttentionBackend
+from moed.moe.attention_choice import make_attention
 from moed.moe.block_scaled import BlockScaled, WeightFormat
 from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
 from moed.moe.experts import Experts, ExpertWeights, can_compute, make_experts
@@ -40,15 +42,19 @@ def load_model(
     backend: All2AllBackend,
     report: Callable[[str], None],
 ) -> Decoder:
-    """Read the own experts, the own heads and all else. Raises `ModelError`."""
+    """Read the own experts, the own heads and all else. Raises `ModelError`, and `ConfigError` for
+    an attention backend that does not work here.
+    """
     device = torch.device(groups.device_type)
     dtype = getattr(torch, config.model.dtype)
     family = family_of(config.model)
     max_length = config.scheduler.max_model_len or config.model.max_position_embeddings
     features = family.features(config.model, max_length)
 
+    attention = make_attention(config, features, groups, device)
+
     def build(source: Source, on_layer: Callable[[int], None]) -> Decoder:
-        builder = _Builder(config, features, family, source, groups, backend)
+        builder = _Builder(config, features, family, source, groups, backend, attention)
         return builder.build(on_layer)
 
     source: Source
@@ -100,6 +106,7 @@ class _Builder:
         source: Source,
         groups: Groups,
         backend: All2AllBackend,
+        attention: AttentionBackend,
     ) -> None:
         self._config = config
         self._model = config.model
@@ -109,6 +116,7 @@ class _Builder:
         self._source = source
         self._rank = groups.rank
         self._backend = backend
+        self._attention_backend = attention
         self._tensor_parallel = TensorParallel(groups)
         self._experts: dict[int, Experts] = {}
         # Of the layer that is being built.
@@ -141,6 +149,7 @@ class _Builder:
             final_norm,
             Linear(head, None),
             self._tensor_parallel,
+            self._attention_backend,
         )
 
     def _layer(self, index: int) -> Layer:

@@ -8,6 +8,7 @@ import torch
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ModelError
 from moed.config.graphs import graph_shapes
+from moed.config.kv_layout import kv_layout, sliding_layers
 from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
@@ -16,7 +17,6 @@ from moed.dist.selfcheck import check_backend
 from moed.moe.kv_cache import (
     KVCache,
     LatentCache,
-    kv_bytes_per_block,
     local_kv_heads,
     make_kv_cache,
 )
@@ -36,6 +36,7 @@ from moed.server.model_runner import ModelRunner, Runner
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler
 from moed.server.step_plan import StepPlan, StepPlans
+from moed.server.window_blocks import WindowBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,13 @@ class Engine:
         kv_started = time.monotonic()
         kv_cache, blocks, max_model_len = self._size_kv_cache()
         block_size = self._config.cache.block_size
-        eager = ModelRunner(model, kv_cache, block_size, self._device)
+        eager = ModelRunner(
+            model,
+            kv_cache,
+            block_size,
+            self._device,
+            has_window_blocks=blocks.window_blocks is not None,
+        )
         agreement = Agreement(self._groups, self._config.parallel, self._config.digest())
         self._progress("warming up")
         reports = ExpertReports(self._groups.rank, model, self._channel.send)
@@ -77,7 +84,7 @@ class Engine:
             run_warm_up(self._plans, eager, agreement)
         else:
             self._warm_up(eager, agreement, blocks, max_model_len)
-        runner = self._with_graphs(eager, blocks, max_model_len)
+        runner = self._with_graphs(eager, model, blocks, max_model_len)
         if self._groups.tensor_rank:
             self._loop = MemberLoop(
                 self._plans, runner, agreement, self._channel, self._faults, reports
@@ -142,22 +149,39 @@ class Engine:
         config, block_size = self._config, self._config.cache.block_size
         dtype = getattr(torch, config.model.dtype)
         kv_heads = local_kv_heads(config.model, config.parallel.tensor_parallel_size)
-        block_bytes = kv_bytes_per_block(config.model, kv_heads, block_size, dtype)
-        own = self._faults.kv_blocks(own_num_blocks(config, block_bytes, self._device))
+        layout = kv_layout(config)
+        own = self._faults.kv_blocks(own_num_blocks(config, layout, self._device))
         num_blocks = min(gather_ints(self._groups, own))
-        max_model_len = decide_max_model_len(config, num_blocks, block_bytes)
+        num_window_blocks = layout.num_window_blocks(num_blocks)
+        max_model_len = decide_max_model_len(config, num_blocks, layout)
         logger.info(
             "KV cache: %d blocks of %d tokens (%.1f MiB)%s; at most %d tokens per request",
             num_blocks,
             block_size,
-            num_blocks * block_bytes / MIB,
+            layout.num_bytes(num_blocks) / MIB,
             "" if num_blocks == own else f", the least of all ranks, not {own}",
             max_model_len,
         )
         # One more block than requests may hold, where graphs put what only fills them up.
-        num_made = num_blocks + bool(config.runner.graph_buckets)
-        kv_cache = make_kv_cache(config.model, kv_heads, num_made, block_size, dtype, self._device)
-        return kv_cache, BlockManager(num_blocks, block_size), max_model_len
+        num_scrap = int(bool(config.runner.graph_buckets))
+        kv_cache = make_kv_cache(
+            config.model,
+            kv_heads,
+            num_blocks + num_scrap,
+            num_window_blocks + num_scrap,
+            block_size,
+            dtype,
+            self._device,
+        )
+        sliding = sliding_layers(config.model)
+        window_blocks = None
+        if sliding is not None and sliding.are_some:
+            window_blocks = WindowBlocks(num_window_blocks, sliding.window, block_size)
+        shares = self._config.cache.enable_prefix_caching
+        manager = BlockManager(
+            num_blocks, block_size, shares_prefixes=shares, window_blocks=window_blocks
+        )
+        return kv_cache, manager, max_model_len
 
     def _scheduler(self, blocks: BlockManager, max_model_len: int) -> Scheduler:
         return Scheduler(
@@ -189,16 +213,27 @@ class Engine:
         if output.error is not None:
             raise ModelError(f"the warm-up step failed: {output.error}")
 
-    def _with_graphs(self, eager: ModelRunner, blocks: BlockManager, max_model_len: int) -> Runner:
+    def _with_graphs(
+        self, eager: ModelRunner, model: Decoder, blocks: BlockManager, max_model_len: int
+    ) -> Runner:
         """The runner of all steps; records the graphs, if there are to be any. Collective."""
         config = self._config
         buckets = config.runner.graph_buckets
         if not buckets:
             return eager
+        # On a CPU the calls stand for graphs, which hold anything.
+        reads_on_host = self._device.type == "cuda" and model.reads_on_host
+        if max(gather_ints(self._groups, int(reads_on_host))):
+            logger.warning("decode steps run without graphs: experts wait for counts on a GPU")
+            return eager
         self._progress("recording graphs")
         block_size = config.cache.block_size
-        shapes = graph_shapes(buckets, max_model_len, block_size, copies_context=True)
-        inputs = GraphInputs(shapes, block_size, blocks.num_blocks, self._device)
+        copies = model.copies_context
+        shapes = graph_shapes(buckets, max_model_len, block_size, copies_context=copies)
+        # The blocks beyond those that requests may hold.
+        window = blocks.window_blocks
+        scrap_blocks = (blocks.num_blocks, None if window is None else window.num_blocks)
+        inputs = GraphInputs(shapes, block_size, scrap_blocks, self._device)
         recorder, rank = recorder_for(self._device), self._groups.data_parallel_rank
         return GraphRunner(eager, shapes, inputs, recorder, config.parallel, rank)
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moed.config.engine_config import EngineConfig
-from moed.server.balancer import Balancer, request_load
+from moed.server.balancer import Balancer, Work
+from moed.server.drain_rate import DrainRate
 from moed.server.health import Health
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
     ExpertLoad,
+    ForgetPrefixes,
     FromEngine,
     RankProgress,
     RankReady,
@@ -30,11 +32,9 @@ from moed.server.messages import (
     Wake,
 )
 from moed.server.metrics import Metrics
+from moed.server.prefix import extend_keys
 
 logger = logging.getLogger(__name__)
-
-MIN_RETRY_AFTER_S = 1
-MAX_RETRY_AFTER_S = 60
 
 
 class Channel(Protocol):
@@ -49,10 +49,19 @@ class GenerationFailed(Exception):
     """A request ends with an error of the engine or of the group; the message is for the client."""
 
 
+class RequestTimedOut(GenerationFailed):
+    """It took longer than a request may."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"the request took longer than the {timeout_s:g} s that one may take (request_timeout)"
+        )
+
+
 class QueueFull(Exception):
     """More requests wait than are allowed."""
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -76,7 +85,8 @@ class OpenChoice:
     submission: "Submission"
     load: int
     """Tokens counted for it at the balancer."""
-    num_prompt_tokens: int
+    num_prefill_tokens: int
+    """Those of them that its first output takes off."""
     next_output_index: int
     submitted_at: float
     last_token_at: float | None = None
@@ -106,6 +116,20 @@ class Submission:
         if (choice := self.open.get(index)) is not None:
             self._client.abort([choice], "stop")
 
+    def abort(self) -> None:
+        """End what is still open here and on the engines; each ends with the reason "abort"."""
+        choices = list(self.open.values())
+        self.close()
+        for choice in choices:
+            ending = TokenOutput(
+                request_id=choice.request_id,
+                epoch=choice.epoch,
+                output_index=choice.next_output_index,
+                token_ids=[],
+                finish_reason="abort",
+            )
+            self.put((choice.index, ending))
+
     def close(self) -> None:
         """Abort what is still open. Safe to call twice."""
         if self.open:
@@ -134,7 +158,7 @@ class EngineClient:
         """Most prompt plus output tokens of one request; 0 until the ranks are ready."""
         self.num_kv_blocks = 0
         """Per rank; 0 until the ranks are ready."""
-        self._finishes: list[float] = []
+        self._drain_rate = DrainRate()
 
     # From the engines ----------------------------------------------------------------------------
 
@@ -159,6 +183,7 @@ class EngineClient:
                 ]
                 self.context_length = min(lengths)
                 self.num_kv_blocks = min(r.num_kv_blocks for r in self._ready.values())
+                self._balancer.remember_blocks(self.num_kv_blocks)
                 self._metrics.on_rank_ready(message)
                 self._health.on_rank_ready(message.rank)
                 on_rank_ready(message)
@@ -204,7 +229,7 @@ class EngineClient:
         self._metrics.on_tokens(
             choice.rank, choice.submitted_at, choice.last_token_at, num_tokens, now
         )
-        done = num_tokens + (choice.num_prompt_tokens if choice.last_token_at is None else 0)
+        done = num_tokens + (choice.num_prefill_tokens if choice.last_token_at is None else 0)
         done = min(done, choice.load)
         choice.load -= done
         self._balancer.done(choice.rank, done)
@@ -217,33 +242,48 @@ class EngineClient:
         choice.load = 0
         now = time.monotonic()
         self._metrics.on_finish(choice.rank, reason, choice.submitted_at, now)
-        self._finishes.append(now)
-        del self._finishes[:-100]
+        self._drain_rate.on_end(now)
 
     # To the engines ------------------------------------------------------------------------------
 
     def submit(
-        self, specs: Sequence[ChoiceSpec], priority: int, wanted_rank: int | None
+        self,
+        specs: Sequence[ChoiceSpec],
+        priority: int,
+        wanted_rank: int | None,
+        cache_salt: str | None = None,
     ) -> Submission:
-        """Give every choice to a rank, then wake all ranks. Raises `GenerationFailed` when the
-        group is gone, `QueueFull` when too many wait.
+        """Give every choice to a rank, then wake all ranks. Choices of one prompt follow each other
+        and go to one rank, where they share it. Raises `GenerationFailed` when the group is gone,
+        `QueueFull` when too many wait.
         """
         if self._is_stopped:
             raise GenerationFailed(self._health.reason)
         self._check_queue(len(specs))
         submission = Submission(self, len(specs))
         now = time.monotonic()
+        keys: list[bytes] = []
+        rank = wanted_rank
         for index, spec in enumerate(specs):
-            num_prompt_tokens = len(spec.prompt_token_ids)
-            load = request_load(num_prompt_tokens, spec.params.max_tokens)
+            follows = index > 0 and spec.prompt_token_ids is specs[index - 1].prompt_token_ids
+            if not follows:
+                keys = self._block_keys(spec, cache_salt)
+            work = Work(
+                len(spec.prompt_token_ids),
+                spec.params.max_tokens,
+                keys,
+                self._config.cache.block_size,
+            )
+            placed = self._balancer.choose(work, rank if follows and keys else wanted_rank)
+            rank = placed.rank
             choice = OpenChoice(
                 request_id=uuid.uuid4().hex,
                 index=index,
-                rank=self._balancer.choose(load, wanted_rank),
+                rank=rank,
                 epoch=0,
                 submission=submission,
-                load=load,
-                num_prompt_tokens=num_prompt_tokens,
+                load=placed.load,
+                num_prefill_tokens=placed.num_prefill_tokens,
                 next_output_index=0,
                 submitted_at=now,
             )
@@ -257,30 +297,41 @@ class EngineClient:
                     prompt_token_ids=spec.prompt_token_ids,
                     params=spec.params,
                     priority=priority,
+                    cache_salt=cache_salt,
                 ),
             )
         self._wake()
         return submission
+
+    def _block_keys(self, spec: ChoiceSpec, cache_salt: str | None) -> list[bytes]:
+        """Of the prompt's blocks that a rank may know already; of none where it does not look."""
+        keys: list[bytes] = []
+        params = spec.params
+        if params.prompt_logprobs is not None or params.return_routed_experts:
+            return keys
+        if self._config.cache.enable_prefix_caching:
+            size = self._config.cache.block_size
+            extend_keys(keys, cache_salt, spec.prompt_token_ids, size)
+        return keys
+
+    def forget_prefixes(self) -> None:
+        """Have every rank compute the prompts of new requests in full."""
+        self._balancer.forget_prefixes()
+        for rank in range(self._num_ranks):
+            self._send(rank, ForgetPrefixes())
+        self._wake()
 
     def _check_queue(self, num_new: int) -> None:
         scheduler = self._config.scheduler
         num_slots = scheduler.max_num_seqs * self._num_ranks
         num_waiting = max(0, len(self._choices) - num_slots)
         if num_waiting and num_waiting + num_new > scheduler.max_num_queued_requests:
+            most = scheduler.max_num_queued_requests
             raise QueueFull(
-                f"{num_waiting} requests wait already, and at most "
-                f"{scheduler.max_num_queued_requests} may (max_num_queued_requests). Try again "
-                "later.",
-                self._retry_after_s(num_waiting),
+                f"{num_waiting} requests wait already, and at most {most} may "
+                "(max_num_queued_requests). Try again later.",
+                self._drain_rate.retry_after_s(num_waiting + num_new - most, time.monotonic()),
             )
-
-    def _retry_after_s(self, num_waiting: int) -> int:
-        """Seconds until the queue should have drained, by the last finishes."""
-        if len(self._finishes) < 2:
-            return MIN_RETRY_AFTER_S
-        span_s = time.monotonic() - self._finishes[0]
-        estimate = num_waiting * span_s / len(self._finishes)
-        return int(min(max(estimate, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S))
 
     def abort(self, choices: Sequence[OpenChoice], reason: str) -> None:
         """Free these on their ranks; nothing more of them will be routed."""

@@ -11,6 +11,7 @@ from moed.server.grammar_masks import NO_MASKS, GrammarMasks
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
+    ForgetPrefixes,
     FromEngine,
     RankStats,
     Shutdown,
@@ -138,6 +139,8 @@ class EngineLoop:
                     self._scheduler.abort(message.request_ids)
                 case Wake():
                     self._wake_number = max(self._wake_number, message.number)
+                case ForgetPrefixes():
+                    self._blocks.forget_prefixes()
                 case Shutdown():
                     self._is_stopping = True
                     self._scheduler.abort_all()
@@ -182,6 +185,8 @@ class EngineLoop:
             max_step_tokens=counters.max_step_tokens,
             num_finished=counters.num_finished,
             num_aborted=counters.num_aborted,
+            num_prefix_queries=counters.num_prefix_queries,
+            num_prefix_hits=counters.num_prefix_hits,
         )
 
 

@@ -8,12 +8,14 @@ make the same collectives.
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from moed.config.engine_config import ParallelConfig
 from moed.config.graphs import EAGER, GraphShape, smallest
 from moed.dist.dp_metadata import DPMetadata
+from moed.moe.attention import GraphAttention
 from moed.moe.batch import ForwardBatch
 from moed.server.graph_inputs import GraphInputs
 from moed.server.graphs import Recorded, Recorder
@@ -40,6 +42,7 @@ class GraphRunner:
         self._inputs = inputs
         started = time.monotonic()
         self._graphs: dict[GraphShape, Recorded] = {}
+        self._attention: dict[GraphShape, GraphAttention] = {}
         for shape in shapes:
             metadata = DPMetadata.of_graph(
                 parallel, shape.num_rows, inputs.padding(shape), rank=data_parallel_rank
@@ -54,7 +57,12 @@ class GraphRunner:
 
     @torch.inference_mode()
     def _record(self, shape: GraphShape, dp_metadata: DPMetadata, recorder: Recorder) -> Recorded:
-        batch = self._inputs.batch(shape)
+        batch, rows = self._inputs.batch(shape), shape.num_rows
+        attention = self.model.graph_attention(rows, shape.num_blocks, self._eager.block_size)
+        if attention is not None:
+            attention.prepare(batch.block_tables, batch.context_lens)
+            batch = replace(batch, attention=attention.plans)
+            self._attention[shape] = attention
         return recorder.record(lambda: self._eager.run(batch, dp_metadata, EAGER))
 
     @property
@@ -82,5 +90,9 @@ class GraphRunner:
         if shape == EAGER:
             return self._eager.run(batch, dp_metadata, EAGER)
         self._inputs.fill(batch, shape)
+        if shape in self._attention:
+            # Rows that only fill up are requests of one token.
+            contexts = (*batch.context_lens, *[1] * (shape.num_rows - batch.num_tokens))
+            self._attention[shape].prepare(self._inputs.batch(shape).block_tables, contexts)
         # A copy, as the next replay overwrites them.
         return self._graphs[shape].replay()[batch.logits_indices]

@@ -8,6 +8,7 @@ import torch
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError
+from moed.config.kv_layout import KVLayout
 from moed.config.memory import step_bytes
 
 # On a CPU the memory is shared with everything else on the machine, and more than this serves more
@@ -21,19 +22,19 @@ CGROUP = pathlib.Path("/sys/fs/cgroup")
 CGROUP_FILES = ("memory.max", "memory.current")
 
 
-def own_num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
+def own_num_blocks(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
     """Blocks that this rank alone would have: as set, or from memory; call it with the model
     loaded. May be 0. Raises `ConfigError` when more are set than there is memory for.
     """
     cache = config.cache
     if cache.num_kv_blocks is not None:
-        num_bytes = cache.num_kv_blocks * block_bytes
+        num_bytes = layout.num_bytes(cache.num_kv_blocks)
         _check_fits(f"num_kv_blocks is {cache.num_kv_blocks}", num_bytes, config, device)
         return cache.num_kv_blocks
     if cache.kv_cache_memory_bytes is not None:
         _check_fits("kv_cache_memory is set", cache.kv_cache_memory_bytes, config, device)
-        return cache.kv_cache_memory_bytes // block_bytes
-    return min(_free_bytes(config, device) // block_bytes, num_useful_blocks(config))
+        return layout.num_blocks(cache.kv_cache_memory_bytes)
+    return min(layout.num_blocks(_free_bytes(config, device)), num_useful_blocks(config))
 
 
 def _check_fits(setting: str, num_bytes: int, config: EngineConfig, device: torch.device) -> None:
@@ -82,7 +83,7 @@ def _container_bytes() -> float:
     return math.inf if limit == "max" else max(0, int(limit) - int(used))
 
 
-def decide_max_model_len(config: EngineConfig, num_blocks: int, block_bytes: int) -> int:
+def decide_max_model_len(config: EngineConfig, num_blocks: int, layout: KVLayout) -> int:
     """L: as set, or for `auto` what fits in `num_blocks` and in the model's positions.
 
     Raises `ConfigError` when a request of length L could never fit.
@@ -90,16 +91,14 @@ def decide_max_model_len(config: EngineConfig, num_blocks: int, block_bytes: int
     block_size = config.cache.block_size
     capacity = num_blocks * block_size
     scheduler = config.scheduler
-    fits = (
-        f"{num_blocks} KV blocks of {block_size} tokens ({num_blocks * block_bytes / MIB:.1f} MiB) "
-        f"hold {capacity} tokens"
-    )
+    size = layout.num_bytes(num_blocks) / MIB
+    fits = f"{num_blocks} KV blocks of {block_size} tokens ({size:.1f} MiB) hold {capacity} tokens"
     if scheduler.max_model_len is not None:
         if scheduler.max_model_len > capacity:
             needed = -(-scheduler.max_model_len // block_size)
             raise ConfigError(
                 f"max_model_len is {scheduler.max_model_len}, which needs {needed} KV blocks "
-                f"({needed * block_bytes / MIB:.1f} MiB on each rank), but {fits}; lower "
+                f"({layout.num_bytes(needed) / MIB:.1f} MiB on each rank), but {fits}; lower "
                 "--max-model-len (or give auto), or raise --num-kv-blocks or --kv-cache-memory"
             )
         return scheduler.max_model_len

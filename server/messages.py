@@ -60,6 +60,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
     output_token_ids: list[int] = []
     priority: int = 0
     """Lower runs first."""
+    cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -78,7 +80,11 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop together with the other ranks, once all have been told."""
 
 
-ToEngine = AddRequest | AbortRequests | Wake | Shutdown
+class ForgetPrefixes(msgspec.Struct, frozen=True, tag="forget_prefixes"):
+    """Compute every new request's prompt from its first token, whatever the KV cache holds."""
+
+
+ToEngine = AddRequest | AbortRequests | Wake | Shutdown | ForgetPrefixes
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +118,9 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """Index of `token_ids[0]` among the request's output tokens."""
     token_ids: list[int]
     finish_reason: str | None = None
-    """"stop" (a stop token), "length", or "error"; None while it goes on."""
+    """"stop" (a stop token), "length", or "error"; None while it goes on. The front end alone says
+    "abort", where somebody has asked for it.
+    """
     stop_token_id: int | None = None
     """The stop token that ended it: also the last of `token_ids`."""
     error: str | None = None
@@ -146,6 +154,10 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens any step ran so far: never above B."""
     num_finished: int
     num_aborted: int
+    num_prefix_queries: int
+    """Prompt tokens of requests that looked for their prefix in the cache."""
+    num_prefix_hits: int
+    """Those of them that were found."""
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):

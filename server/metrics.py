@@ -42,6 +42,12 @@ COUNTERS = (
     ("generation_tokens", "num_generation_tokens", "Tokens generated."),
     ("num_preemptions", "num_preemptions", "Requests put back to make room in the KV cache."),
     ("engine_steps", "num_steps", "Steps that the rank made together with all others."),
+    (
+        "prefix_cache_queries",
+        "num_prefix_queries",
+        "Prompt tokens of requests that looked for their prefix in the KV cache.",
+    ),
+    ("prefix_cache_hits", "num_prefix_hits", "Prompt tokens that were found there."),
     ("requests_finished", "num_finished", "Requests that ended by themselves."),
     ("requests_aborted", "num_aborted", "Requests that were aborted."),
 )
@@ -132,6 +138,10 @@ class Metrics:
     def on_finish(self, rank: int, reason: str, submitted_at: float, now: float) -> None:
         self._finished.labels(self._model_name, str(rank), reason).inc()
         self._latency[rank].observe(now - submitted_at)
+
+    def stats_of(self, rank: int) -> RankStats | None:
+        """What a rank has reported last."""
+        return self._stats.get(rank)
 
     def render(self) -> bytes:
         """The page, in Prometheus text format."""

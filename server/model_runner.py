@@ -3,6 +3,8 @@
 Legend: T tokens, R requests, P the most blocks any holds, J rows of logits.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Protocol
@@ -12,6 +14,7 @@ import torch
 
 from moed.config.graphs import EAGER, GraphShape
 from moed.dist.dp_metadata import DPMetadata
+from moed.moe.attention import GraphAttention
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache, LatentCache
 from moed.server.scheduler import Schedule
@@ -28,6 +31,12 @@ class Model(Protocol):
     @property
     def moe_rows(self) -> torch.Tensor:
         """[M, e] int64, on the device: pairs that this rank's experts have computed, by slot."""
+        ...
+
+    def graph_attention(
+        self, num_rows: int, num_blocks: int, block_size: int
+    ) -> GraphAttention | None:
+        """What attention needs done before each replay of a graph; None: nothing."""
         ...
 
     def routing_record(self, num_tokens: int) -> torch.Tensor:
@@ -66,16 +75,20 @@ class Runner(Protocol):
         ...
 
 
-def make_batch(schedule: Schedule, block_size: int, device: torch.device) -> ForwardBatch:
-    """The step's tensors, built in numpy and moved once each. Legal for a step without work."""
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+def make_batch(
+    schedule: Schedule, block_size: int, has_window_blocks: bool, device: torch.device
+) -> ForwardBatch:
+    """The step's tensors, built in numpy and moved once each. Legal for a step without work.
+    `has_window_blocks`: the layers that slide have blocks of their own.
+    """
     requests = [scheduled.request for scheduled in schedule.requests]
     query_lens = [scheduled.num_tokens for scheduled in schedule.requests]
     starts = [request.num_computed_tokens for request in requests]
-    block_tables = np.zeros(
-        (len(requests), max((len(r.block_ids) for r in requests), default=0)), dtype=np.int64
-    )
-    for row, request in enumerate(requests):
-        block_tables[row, : len(request.block_ids)] = np.frombuffer(request.block_ids, np.int64)
+    width = max((len(r.block_ids) for r in requests), default=0)
+    block_tables = _tables([request.block_ids for request in requests], width)
     token_ids = np.fromiter(
         chain.from_iterable(
             request.token_ids[start : start + count]
@@ -89,33 +102,59 @@ def make_batch(schedule: Schedule, block_size: int, device: torch.device) -> For
     owners = np.repeat(np.arange(len(requests)), np.asarray(query_lens, dtype=np.int64))
     shifts = np.asarray(starts, dtype=np.int64) - offsets
     positions = np.arange(schedule.num_tokens) + shifts[owners]
-    slots = block_tables[owners, positions // block_size] * block_size + positions % block_size
     logits_rows = [
         position - shift
         for scheduled, shift in zip(schedule.requests, shifts.tolist(), strict=True)
         for position in scheduled.logits_positions
     ]
 
-    def tensor(values: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> torch.Tensor:
+    def slots(tables: Integers) -> Integers:
+        blocks = tables[owners, positions // block_size]
+        found: Integers = blocks * block_size + positions % block_size
+        return found
+
+    def tensor(values: Integers) -> torch.Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
 
+    window_slots = window_tables = None
+    if has_window_blocks:
+        tables = _tables([request.window_block_ids for request in requests], width)
+        window_slots, window_tables = tensor(slots(tables)), tensor(tables)
     return ForwardBatch(
         token_ids=tensor(token_ids),
         positions=tensor(positions),
-        slot_mapping=tensor(slots),
+        slot_mapping=tensor(slots(block_tables)),
         query_lens=tuple(query_lens),
         context_lens=tuple(a + b for a, b in zip(starts, query_lens, strict=True)),
         block_tables=tensor(block_tables),
         logits_indices=tensor(np.asarray(logits_rows, dtype=np.int64)),
+        window_slot_mapping=window_slots,
+        window_block_tables=window_tables,
     )
+
+
+def _tables(block_ids: "Sequence[array[int]]", width: int) -> Integers:
+    """[R, width], rows padded with 0."""
+    tables = np.zeros((len(block_ids), width), dtype=np.int64)
+    for row, own in enumerate(block_ids):
+        tables[row, : len(own)] = np.frombuffer(own, np.int64)
+    return tables
 
 
 class ModelRunner:
     """The model and its KV cache on one rank: a `Runner` for which every step is eager."""
 
     def __init__(
-        self, model: Model, kv_cache: KVCache | LatentCache, block_size: int, device: torch.device
+        self,
+        model: Model,
+        kv_cache: KVCache | LatentCache,
+        block_size: int,
+        device: torch.device,
+        *,
+        has_window_blocks: bool = False,
     ) -> None:
+        """`has_window_blocks`: the layers that slide have blocks of their own."""
+        self._has_window_blocks = has_window_blocks
         self._model = model
         self._kv_cache = kv_cache
         self._block_size = block_size
@@ -133,7 +172,7 @@ class ModelRunner:
 
     def batch(self, schedule: Schedule) -> ForwardBatch:
         """See `Runner`."""
-        batch = make_batch(schedule, self._block_size, self._device)
+        batch = make_batch(schedule, self._block_size, self._has_window_blocks, self._device)
         if any(s.request.params.return_routed_experts for s in schedule.requests):
             return replace(batch, routed_experts=self._model.routing_record(schedule.num_tokens))
         return batch

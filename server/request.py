@@ -44,6 +44,18 @@ class Request:
     routed_experts: list[RoutedExperts] = field(default_factory=list)
     """Not sent yet."""
     block_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    window_block_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    """Of the layers that slide, where only some do (see `moed.server.window_blocks`)."""
+    num_gone_blocks: int = 0
+    """Of those, given back already."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share prefixes."""
+    block_keys: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as anybody has asked (see `moed.server.prefix`)."""
+    num_named_blocks: int = 0
+    """Blocks that others can find."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that it found computed when it first ran; None before."""
 
     @classmethod
     def from_message(cls, message: AddRequest, arrival: int, max_model_len: int) -> "Request":
@@ -67,6 +79,7 @@ class Request:
             max_num_tokens=min(num_prompt_tokens + message.params.max_tokens, max_model_len),
             num_sent_tokens=len(message.output_token_ids),
             prompt_logprobs=[None] if wants_prompt_logprobs else None,
+            cache_salt=message.cache_salt,
         )
 
     @property
@@ -90,6 +103,11 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         return self.num_computed_tokens > 0 and self.num_uncomputed_tokens == 1
+
+    @property
+    def may_use_prefixes(self) -> bool:
+        """False while it wants something of each prompt token, which a cached one cannot give."""
+        return self.prompt_logprobs is None and not self.params.return_routed_experts
 
     @property
     def wants_token(self) -> bool:

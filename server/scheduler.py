@@ -9,7 +9,8 @@ Order of service is `Request.key`: lower priority numbers first, then who came f
 2. Running requests whose prompt is not yet computed get pieces of it. Their blocks are theirs since
    admission, so they never lack any.
 3. Waiting requests are admitted in order while seats, tokens and blocks last. The first one that
-   does not fit holds back those behind it, so a long prompt is never passed over for ever.
+   does not fit holds back those behind it, so a long prompt is never passed over for ever. What
+   others have computed of a prompt, also earlier in this step, is shared and not computed again.
 
 The first request in the order is never preempted and every admitted request fits alone, so each
 step makes progress and each request ends. A waiting request takes no running one's seat.
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moed.config.engine_config import SchedulerConfig
-from moed.server.block_manager import BlockManager
+from moed.server.block_manager import BlockManager, Prefix
 from moed.server.messages import AddRequest, TokenLogprobs, TokenOutput
 from moed.server.request import Request, Status
 
@@ -79,6 +80,8 @@ class Counters:
     max_step_tokens: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
 
 
 class Scheduler:
@@ -159,14 +162,14 @@ class Scheduler:
             if budget == 0:
                 break
             if request.status is Status.RUNNING and self._make_room(request):
-                chosen.append(_piece(request, 1))
+                chosen.append(self._piece(request, 1))
                 budget -= 1
         for request in self._running:
             if budget == 0:
                 break
             if not request.is_decoding:
                 count = min(request.num_uncomputed_tokens, budget)
-                chosen.append(_piece(request, count))
+                chosen.append(self._piece(request, count))
                 budget -= count
         budget = self._admit(chosen, budget)
         num_tokens = self._config.max_num_batched_tokens - budget
@@ -186,8 +189,11 @@ class Scheduler:
     def _update_one(self, scheduled: ScheduledRequest, sampled: Sampled) -> TokenOutput | None:
         request = scheduled.request
         request.num_computed_tokens += scheduled.num_tokens
+        self._blocks.end_step(request)
         self._count_prompt_tokens(request)
         if sampled.error is not None:
+            # Whatever went wrong may be in its blocks.
+            self._blocks.forget(request)
             self._remove(request)
             return _output(request, [], "error", None, sampled.error)
         if request.prompt_logprobs is not None:
@@ -229,30 +235,36 @@ class Scheduler:
         """Move waiting requests to running while all of it fits; returns the tokens left."""
         while budget > 0 and len(self._running) < self._config.max_num_seqs:
             request = self._first_waiting()
-            if request is None or not self._has_blocks_for(request):
+            if request is None:
                 break
-            count = self._first_piece_size(request, budget)
-            if count == 0:
+            prefix = self._blocks.find_prefix(request)
+            count = self._first_piece_size(request, len(prefix.block_ids), budget)
+            if count == 0 or not self._has_blocks_for(request, prefix):
                 break
             heapq.heappop(self._waiting)
             self._leave_waiting(request)
             request.status = Status.RUNNING
-            self._blocks.allocate(request)
+            self._blocks.start(request, prefix)
+            self._count_prefix(request)
             bisect.insort(self._running, request, key=lambda running: running.key)
-            chosen.append(_piece(request, count))
+            chosen.append(self._piece(request, count))
             budget -= count
         return budget
 
-    def _has_blocks_for(self, request: Request) -> bool:
+    def _piece(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        self._blocks.take_step(request, request.num_computed_tokens + num_tokens)
+        return _piece(request, num_tokens)
+
+    def _has_blocks_for(self, request: Request, prefix: Prefix) -> bool:
         """True when its tokens fit, with one block over for each running request: otherwise the
         next decode that needs a block would throw it out again.
         """
-        needed = self._blocks.num_missing_blocks(request) + len(self._running)
+        needed = self._blocks.num_needed_blocks(request, prefix) + len(self._running)
         return needed <= self._blocks.num_free_blocks
 
-    def _first_piece_size(self, request: Request, budget: int) -> int:
+    def _first_piece_size(self, request: Request, num_prefix_blocks: int, budget: int) -> int:
         """Tokens of a waiting request that fit in this step; 0 when it must wait to go whole."""
-        uncomputed = request.num_uncomputed_tokens
+        uncomputed = request.num_tokens - num_prefix_blocks * self._blocks.block_size
         whole = not self._config.enable_chunked_prefill
         # What preemption dropped may be more than B; it goes in pieces, or could never go again.
         if whole and budget < uncomputed <= self._config.max_num_batched_tokens:
@@ -295,6 +307,18 @@ class Scheduler:
         if (more := computed - request.num_counted_prompt_tokens) > 0:
             self.counters.num_prompt_tokens += more
             request.num_counted_prompt_tokens = computed
+
+    def _count_prefix(self, request: Request) -> None:
+        """Once for each request: what it finds after a preemption is its own."""
+        if request.num_cached_tokens is not None:
+            return
+        cached = min(request.num_computed_tokens, request.num_prompt_tokens)
+        request.num_cached_tokens = cached
+        # Found, not computed.
+        request.num_counted_prompt_tokens = cached
+        if request.may_use_prefixes:
+            self.counters.num_prefix_queries += request.num_prompt_tokens
+            self.counters.num_prefix_hits += cached
 
     # Checks and counts -------------------------------------------------------------------------
 
@@ -368,6 +392,7 @@ def _output(
         error=error,
         logprobs=None if logprobs is None else [logprobs],
         prompt_logprobs=None if error is not None else request.prompt_logprobs,
+        num_cached_tokens=0 if request.num_sent_tokens else request.num_cached_tokens or 0,
         routed_experts=request.routed_experts,
     )
     request.routed_experts = []

@@ -15,7 +15,7 @@ from moed.dist.agreement import RankState
 from moed.dist.groups import Groups, collective_errors
 from moed.moe.batch import ForwardBatch
 
-NUM_HEADER_FIELDS = 6
+NUM_HEADER_FIELDS = 7
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,35 @@ def encode(plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         torch.tensor(batch.context_lens, dtype=torch.int64),
         batch.block_tables.cpu().flatten(),
     ]
+    window_slots, window_tables = batch.window_slot_mapping, batch.window_block_tables
+    if window_slots is not None and window_tables is not None:
+        parts += [window_slots.cpu(), window_tables.cpu().flatten()]
     body = torch.cat(parts)
     num_requests, num_blocks = batch.block_tables.shape
-    header = [plan.step_id, int(plan.state), batch.num_tokens, num_requests, num_blocks, len(body)]
+    header = [
+        *(plan.step_id, int(plan.state), batch.num_tokens, num_requests, num_blocks),
+        *(int(window_slots is not None), len(body)),
+    ]
     return torch.tensor(header, dtype=torch.int64), body
 
 
 def decode(header: torch.Tensor, body: torch.Tensor, device: torch.device) -> StepPlan:
     """The inverse of `encode`, with tensors on `device` and no logits asked for."""
-    step_id, state, num_tokens, num_requests, num_blocks, _ = header.tolist()
+    step_id, state, num_tokens, num_requests, num_blocks, has_window, _ = header.tolist()
     sizes = [num_tokens] * 3 + [num_requests] * 2 + [num_requests * num_blocks]
-    tokens, positions, slots, queries, contexts, blocks = body.split_with_sizes(sizes)
+    sizes += [num_tokens, num_requests * num_blocks] * has_window
+    tokens, positions, slots, queries, contexts, blocks, *window = body.split_with_sizes(sizes)
+    shape = (num_requests, num_blocks)
     batch = ForwardBatch(
         token_ids=tokens.to(device),
         positions=positions.to(device),
         slot_mapping=slots.to(device),
         query_lens=tuple(queries.tolist()),
         context_lens=tuple(contexts.tolist()),
-        block_tables=blocks.view(num_requests, num_blocks).to(device),
+        block_tables=blocks.view(shape).to(device),
         logits_indices=torch.empty(0, dtype=torch.int64, device=device),
+        window_slot_mapping=window[0].to(device) if has_window else None,
+        window_block_tables=window[1].view(shape).to(device) if has_window else None,
     )
     return StepPlan(step_id, RankState(state), batch)
 

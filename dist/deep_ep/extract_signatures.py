@@ -88,8 +88,8 @@ def extract(package: Path) -> dict[str, Any]:
     for name, methods_by_class in METHODS.items():
         tree = ast.parse(sources[name])
         for class_name, methods in methods_by_class.items():
-            functions = _functions(_class(tree, class_name).body)
-            classes[class_name] = {method: _describe(functions[method]) for method in methods}
+            functions = functions_of(find_class(tree, class_name).body)
+            classes[class_name] = {method: describe(functions[method]) for method in methods}
     for class_name, parameters_by_method in COMPILED.items():
         classes[class_name] = {
             method: {"is_static": False, "num_returned": None, "parameters": parameters}
@@ -104,18 +104,21 @@ def extract(package: Path) -> dict[str, Any]:
     }
 
 
-def _class(tree: ast.Module, name: str) -> ast.ClassDef:
+def find_class(tree: ast.Module, name: str) -> ast.ClassDef:
+    """Raises `LookupError` where there is none."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
     raise LookupError(f"no class {name}: this is not the package that was expected")
 
 
-def _functions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef]:
+def functions_of(body: list[ast.stmt]) -> dict[str, ast.FunctionDef]:
+    """By name; of overloads, the last, which is the function itself."""
     return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
 
 
-def _describe(function: ast.FunctionDef) -> dict[str, Any]:
+def describe(function: ast.FunctionDef) -> dict[str, Any]:
+    """As the table has it: parameters, and how many values are returned."""
     decorators = [ast.unparse(node) for node in function.decorator_list]
     return {
         "is_static": "staticmethod" in decorators,

@@ -4,7 +4,7 @@ Legend: n rows, D hidden, I intermediate size, e local experts.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +90,8 @@ class Experts(Protocol):
 
     rows_per_slot: torch.Tensor
     """[e] int64, on the device: (row, expert) pairs computed since the start, padding excluded."""
+    reads_on_host: ClassVar[bool]
+    """It waits for counts that the device made, which a CUDA graph cannot hold."""
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """The shape and dtype of `dispatched.hidden`. Standard format: for each row the sum over

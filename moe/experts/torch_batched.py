@@ -3,6 +3,8 @@
 Legend: e local experts, C capacity per expert, D hidden, I intermediate size, p rows in use.
 """
 
+from typing import ClassVar
+
 import torch
 
 from moed.dist.all2all.base import Dispatched
@@ -16,10 +18,13 @@ class TorchBatchedExperts:
     Cost follows the rows in use, not the capacity: no other row is read, written or copied.
     """
 
+    reads_on_host: ClassVar[bool] = True
+
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up, self._down = weights.linears()
         self._activation = weights.activation
-        self.rows_per_slot = torch.zeros(len(self._down), dtype=torch.int64)
+        num_slots = len(self._down)
+        self.rows_per_slot = torch.zeros(num_slots, dtype=torch.int64, device=weights.device)
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """[e, C, D]; see `Experts`."""

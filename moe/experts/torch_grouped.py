@@ -3,6 +3,8 @@
 Legend: r rows, D hidden, K top-k, P = r * K pairs (row, choice), e local experts.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 
@@ -14,6 +16,8 @@ class TorchGroupedExperts:
     """Pairs sorted by expert, those of other ranks last, and two grouped products. Nothing waits
     for the device.
     """
+
+    reads_on_host: ClassVar[bool] = False
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up_bias = _with_zeros(weights.gate_up_bias)

@@ -5,6 +5,7 @@ expert lives here.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -19,10 +20,13 @@ class TorchExperts:
     Cost follows the rows: an expert without rows, and padding, cost nothing.
     """
 
+    reads_on_host: ClassVar[bool] = True
+
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up, self._down = weights.linears()
         self._activation = weights.activation
-        self.rows_per_slot = torch.zeros(len(self._down), dtype=torch.int64)
+        num_slots = len(self._down)
+        self.rows_per_slot = torch.zeros(num_slots, dtype=torch.int64, device=weights.device)
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """[r, D]: for each row the sum over its choices that live here."""

@@ -3,6 +3,8 @@
 Legend: e local experts, C capacity per expert, D hidden, I intermediate size.
 """
 
+from typing import ClassVar
+
 import torch
 
 from moed.dist.all2all.base import Dispatched
@@ -17,6 +19,8 @@ class TritonBatchedExperts:
     """Two products masked by the counts, which stay on the device. With FP8 weights, inputs of
     both are quantised, masked too.
     """
+
+    reads_on_host: ClassVar[bool] = False
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up, self._down = weights.gate_up, weights.down

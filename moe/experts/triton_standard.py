@@ -3,6 +3,8 @@
 Legend: r rows, D hidden, K top-k, P = r * K pairs (row, choice).
 """
 
+from typing import ClassVar
+
 import torch
 
 from moed.dist.all2all.base import Dispatched
@@ -18,6 +20,8 @@ class TritonExperts:
     """Pairs sorted by expert, two grouped products over blocks of pairs that share an expert, and
     the sum over each row's choices. With FP8 weights, inputs of both products are quantised.
     """
+
+    reads_on_host: ClassVar[bool] = False
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up, self._down = weights.gate_up, weights.down

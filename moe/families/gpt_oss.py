@@ -1,6 +1,7 @@
 """gpt-oss."""
 
 from moed.config.engine_config import ModelConfig
+from moed.config.kv_layout import sliding_layers
 from moed.moe.experts import Activation
 from moed.moe.families.features import (
     DecoderFeatures,
@@ -16,16 +17,15 @@ from moed.moe.router import RouterSpec
 
 def _gpt_oss(model: ModelConfig, max_length: int) -> DecoderFeatures:
     config = model.hf_config
-    kinds = config.get("layer_types") or [
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(model.num_layers)
-    ]
+    sliding = sliding_layers(model)
+    assert sliding is not None
     return DecoderFeatures(
         **common(model, max_length, theta=150_000.0, eps=1e-5),
         router=RouterSpec(model.top_k, renormalize=True),
         attention_bias=flag(config, "attention_bias", True),
         attention_output_bias=flag(config, "attention_bias", True),
-        sliding_window=int(number(config, "sliding_window", 128)),
-        sliding_layers=tuple(kind == "sliding_attention" for kind in kinds),
+        sliding_window=sliding.window,
+        sliding_layers=sliding.slides,
         has_sinks=True,
         activation=Activation(
             limit=number(config, "swiglu_limit", 7.0),

@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -45,14 +45,14 @@ CHUNK_KIND = "chat.completion.chunk"
 def chat_router(state: AppState) -> APIRouter:
     router = APIRouter(tags=["chat"], route_class=JsonRoute)
     defaults = Defaults.of(state.config)
+    timeout_s = state.config.server.request_timeout_s
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         events = stream_chat if body.stream else None
-        return await respond(
-            request, start_chat(state, request, body, defaults), events, whole_chat
-        )
+        start = start_chat(state, request, body, defaults)
+        return await respond(request, start, events, whole_chat, timeout_s)
 
     return router
 
@@ -74,17 +74,21 @@ async def rendered_chat(body: ChatBody, state: AppState) -> tuple[str, PromptTok
     return text, prompt
 
 
-async def start_chat(
-    state: AppState,
-    request: Request,
-    body: ChatBody,
-    defaults: Defaults,
-    id_prefix: str = "chatcmpl-",
-    *,
-    is_cut_to_context: bool = False,
-) -> "ChatGeneration":
-    """Check, render and submit. `is_cut_to_context`: the output may be shorter than was asked for,
-    where the context ends. Raises `ApiError` or `TemplateFailed`.
+@dataclass(frozen=True)
+class PreparedChat:
+    """A request, checked and rendered: what is left is to generate."""
+
+    prompt: PromptTokens
+    sampling: Sampling
+    ignored: Ignored
+    plan: AnswerPlan
+
+
+async def prepare_chat(
+    state: AppState, body: ChatBody, defaults: Defaults, *, is_cut_to_context: bool = False
+) -> PreparedChat:
+    """`is_cut_to_context`: the output may be shorter than was asked for, where the context ends.
+    Raises `ApiError` or `TemplateFailed`.
     """
     served_model(body.model, state)
     ignored = check_unknown(body, state.config)
@@ -99,8 +103,30 @@ async def start_chat(
     if plan.question is not None:
         grammar = await engine_grammar(plan.question, plan.param, state)
         sampling = sampling.with_grammar(grammar)
-    told = replace(ignored, notes=plan.notes)
-    return ChatGeneration(state, request, body, prompt, sampling, told, plan, id_prefix)
+    return PreparedChat(prompt, sampling, replace(ignored, notes=plan.notes), plan)
+
+
+async def start_chat(
+    state: AppState,
+    request: Request,
+    body: ChatBody,
+    defaults: Defaults,
+    id_prefix: str = "chatcmpl-",
+    *,
+    is_cut_to_context: bool = False,
+) -> "ChatGeneration":
+    """Prepare and submit. Raises `ApiError` or `TemplateFailed`."""
+    prepared = await prepare_chat(state, body, defaults, is_cut_to_context=is_cut_to_context)
+    return ChatGeneration(
+        state,
+        request,
+        body,
+        prepared.prompt,
+        prepared.sampling,
+        prepared.ignored,
+        prepared.plan,
+        id_prefix,
+    )
 
 
 class ChatGeneration(Generation):

@@ -25,6 +25,8 @@ from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import CompletionLogprobs, completion_logprobs
 from moed.server.api.parameters import (
     Defaults,
+    Ignored,
+    Sampling,
     check_num_tokens,
     check_token_ids,
     check_unknown,
@@ -43,28 +45,36 @@ KIND = "text_completion"
 def completions_router(state: AppState) -> APIRouter:
     router = APIRouter(tags=["completions"], route_class=JsonRoute)
     defaults = Defaults.of(state.config)
+    timeout_s = state.config.server.request_timeout_s
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         """Continue one or several prompts."""
 
         async def start() -> Generation:
-            served_model(body.model, state)
-            ignored = check_unknown(body, state.config)
-            sampling = make_sampling(body, state.config, defaults, state.context_length)
-            sampling = without_bad_words(sampling, body, state)
-            asked = asked_grammar(body)
-            prompts = await read_prompts(body, state)
-            if asked is not None:
-                question = Question(asked.kind, asked.source)
-                grammar = await engine_grammar(question, asked.param, state)
-                sampling = sampling.with_grammar(grammar)
+            prompts, sampling, ignored = await prepare_completion(state, body, defaults)
             return Generation(state, request, body, prompts, sampling, ignored, "cmpl-")
 
         events = stream_completion if body.stream else None
-        return await respond(request, start(), events, whole_completion)
+        return await respond(request, start(), events, whole_completion, timeout_s)
 
     return router
+
+
+async def prepare_completion(
+    state: AppState, body: CompletionBody, defaults: Defaults
+) -> tuple[list[PromptTokens], Sampling, Ignored]:
+    """A request, checked: what is left is to generate. Raises `ApiError`."""
+    served_model(body.model, state)
+    ignored = check_unknown(body, state.config)
+    sampling = make_sampling(body, state.config, defaults, state.context_length)
+    sampling = without_bad_words(sampling, body, state)
+    asked = asked_grammar(body)
+    prompts = await read_prompts(body, state)
+    if asked is not None:
+        question = Question(asked.kind, asked.source)
+        sampling = sampling.with_grammar(await engine_grammar(question, asked.param, state))
+    return prompts, sampling, ignored
 
 
 async def read_prompts(body: CompletionBody, state: AppState) -> list[PromptTokens]:

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import UNSET
 from starlette.requests import Request
 
+from moed.server.api.callers import caller_of
 from moed.server.api.choice_text import ChoiceText, Piece, Token
 from moed.server.api.errors import InvalidRequest, NotFound
 from moed.server.api.logprobs import prompt_logprobs
@@ -21,7 +22,7 @@ from moed.server.api.requests import SamplingBody
 from moed.server.api.responses import Answer, PromptTokensDetails, Usage
 from moed.server.api.state import AppState
 from moed.server.api.suggestions import did_you_mean
-from moed.server.engine_client import ChoiceSpec
+from moed.server.engine_client import ChoiceSpec, GenerationFailed
 from moed.server.messages import TokenLogprobs
 from moed.server.routed_experts import RoutedRecord
 from moed.server.stop_strings import StopStrings
@@ -143,7 +144,11 @@ class Generation:
             for _ in range(self.num_per_prompt)
         ]
         rank = wanted_rank(request, state)
-        self._submission = state.engine.submit(specs, body.priority or 0, rank)
+        self.owner = caller_of(request.scope).name
+        self.names = (self.id, request.scope[SCOPE_KEY])
+        self._timer: asyncio.TimerHandle | None = None
+        self._submission = state.engine.submit(specs, body.priority or 0, rank, body.cache_salt)
+        state.generations.add(self)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all choices as they come, until all have ended; aborts what has not when
@@ -168,14 +173,27 @@ class Generation:
                 if piece is not None:
                     yield index, piece
         finally:
-            self._submission.close()
+            self.close()
 
     async def collect(self) -> None:
         """Wait for the end of all choices; their pieces are kept."""
         async for index, piece in self.pieces():
             self.choices[index].pieces.append(piece)
 
+    def fail_at(self, deadline: float, error: GenerationFailed) -> None:
+        """End with `error` unless all has ended by `deadline`, a time of the event loop."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(deadline, self._submission.put, error)
+
+    def abort(self) -> None:
+        """End all choices where they are, with the reason "abort"."""
+        self._submission.abort()
+
     def close(self) -> None:
+        """Abort what has not ended. Safe to call twice."""
+        self.state.generations.remove(self)
+        if self._timer is not None:
+            self._timer.cancel()
         self._submission.close()
 
     @property

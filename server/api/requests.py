@@ -26,6 +26,7 @@ MAX_STOP_STRINGS = 4
 MAX_GRAMMAR_CHOICES = 4096
 MAX_STOP_CHARACTERS = 1000
 MAX_STOP_TOKEN_IDS = 128
+MAX_CACHE_SALT = 256
 MAX_BAD_WORDS = 128
 MAX_WORD_CHARACTERS = 100
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -181,6 +182,8 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
+    """The prompt's beginning is shared only with requests of the same salt."""
     user: str | None = None
     """Who asks; taken, and of no effect here."""
     request_id: ClientId | None = None

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's shapes."""
+"""`POST /tokenize` and `/detokenize` and `GET /tokenizer_info`, in vLLM's shapes."""
 
 import asyncio
 from typing import Any
@@ -55,7 +55,7 @@ def tokenization_router(state: AppState) -> APIRouter:
 
     @router.get("/tokenizer_info")
     async def info(request: Request) -> Response:
-        """What the checkpoint says of its tokenizer, its chat template included."""
+        """The tokenizer's configuration and the chat template."""
         return _json(state.tools.info)
 
     return router

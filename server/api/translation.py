@@ -14,6 +14,7 @@ SHARED_EXTRAS = frozenset(
     (
         "allowed_token_ids",
         "bad_words",
+        "cache_salt",
         "chat_template_kwargs",
         "frequency_penalty",
         "ignore_eos",

@@ -13,6 +13,7 @@ from moed.config.errors import ConfigError
 from moed.config.graphs import EAGER, GraphShape, graph_buckets, graph_shapes, smallest
 from moed.config.resolve import resolve
 from moed.config.settings import ServeSettings
+from tests.config.deep_ep_backends import LOW_LATENCY, backends
 
 Make = Callable[..., EngineConfig]
 
@@ -29,9 +30,9 @@ def make(
     path = write_checkpoint()
     safe = dataclasses.replace(capabilities["local"], graph_safe=True)
 
-    def resolved(**settings: Any) -> EngineConfig:
+    def resolved(backend: BackendCapabilities = safe, **settings: Any) -> EngineConfig:
         given = ServeSettings(**{"model": str(path), **settings})
-        return resolve(given, {**capabilities, "local": safe})
+        return resolve(given, {**capabilities, "local": safe, backend.name: backend})
 
     return resolved
 
@@ -93,18 +94,103 @@ def test_agreement_follows_the_device(make: Make, settings: dict[str, str], back
     assert make(**settings).parallel.agreement_backend == backend
 
 
-@pytest.mark.parametrize(
-    ("setting", "name"), [("agreement_backend", "nccl"), ("attention_backend", "flashinfer")]
-)
-def test_what_needs_a_gpu_is_refused_on_a_cpu(make: Make, setting: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{setting} is '{name}'.*device is 'cpu'; take --"):
-        make(device="cpu", **{setting: name})
+def test_nccl_is_refused_on_a_cpu(make: Make) -> None:
+    with pytest.raises(ConfigError, match="agreement_backend is 'nccl'.*device is 'cpu'; take --"):
+        make(device="cpu", agreement_backend="nccl")
 
 
-def test_attention_is_chosen_at_the_start_on_gpus(make: Make) -> None:
+HALF = {"head_dim": 64, "torch_dtype": "bfloat16"}
+# What config.json says, and why FlashInfer cannot serve it.
+UNKNOWN_ATTENTION = {
+    "float32": ({"head_dim": 64}, "computes in bfloat16 or float16, and dtype is float32"),
+    "head dim": ({**HALF, "head_dim": 32}, "head dims 64, 128, 256, and that of .* is 32"),
+    "sinks": (
+        {**HALF, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+        "has attention sinks",
+    ),
+    "latent": (
+        {
+            **HALF,
+            "model_type": "deepseek_v3",
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "n_routed_experts": 8,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+        "has latent attention",
+    ),
+}
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Which of the optional packages there are."""
+
+    def set_packages(*names: str) -> None:
+        monkeypatch.setattr(machine, "installed_packages", lambda: frozenset(names))
+
+    return set_packages
+
+
+def test_attention_is_flashinfers_where_it_may_be(
+    make: Make, write_checkpoint: Any, install: Callable[..., None]
+) -> None:
+    write_checkpoint(**HALF)
+    install("flashinfer")
+    # Whether it works shows at the start.
     assert make().runner.attention_backend == "auto"
-    assert make(attention_backend="flashinfer").runner.attention_backend == "flashinfer"
-    assert make(device="cpu").runner.attention_backend == "torch"
+    for name in ("flashinfer", "sdpa"):
+        assert make(attention_backend=name).runner.attention_backend == name
+    assert make(device="cpu").runner.attention_backend == "sdpa"
+    install()
+    assert make().runner.attention_backend == "sdpa"
+    refusal = "'flashinfer' is unavailable: the package flashinfer is not installed; available are"
+    with pytest.raises(ConfigError, match=f"attention_backend {refusal} auto, sdpa"):
+        make(attention_backend="flashinfer")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), UNKNOWN_ATTENTION.values(), ids=UNKNOWN_ATTENTION.keys()
+)
+def test_attention_that_flashinfer_does_not_know_is_torchs(
+    make: Make,
+    write_checkpoint: Any,
+    install: Callable[..., None],
+    content: dict[str, Any],
+    reason: str,
+) -> None:
+    write_checkpoint(**content)
+    install("flashinfer")
+    assert make().runner.attention_backend == "sdpa"
+    with pytest.raises(ConfigError, match=f"is unavailable: .*{reason}"):
+        make(attention_backend="flashinfer")
+
+
+def test_flashinfer_is_refused_on_a_cpu(make: Make, install: Callable[..., None]) -> None:
+    install("flashinfer")
+    with pytest.raises(ConfigError, match="needs a GPU, and device is 'cpu'; available are auto"):
+        make(device="cpu", attention_backend="flashinfer")
+
+
+def test_a_library_that_is_missing_is_told_before_any_process(
+    make: Make, install: Callable[..., None]
+) -> None:
+    low_latency = backends()[LOW_LATENCY]
+    install("flashinfer")
+    with pytest.raises(ConfigError) as caught:
+        make(data_parallel_size=2, all2all_backend=LOW_LATENCY, backend=low_latency)
+    assert str(caught.value) == (
+        "all2all_backend 'low_latency' is unavailable: the package deep_ep is not "
+        "installed; take all2allv or allgather_reducescatter, which need torch alone"
+    )
+    # With it, what its limits say counts.
+    install("deep_ep")
+    with pytest.raises(ConfigError) as caught:
+        make(data_parallel_size=2, all2all_backend=LOW_LATENCY, backend=low_latency)
+    assert "unavailable" not in str(caught.value)
 
 
 @pytest.mark.parametrize("settings", [{"enforce_eager": True}, {"agreement_backend": "gloo"}])

@@ -72,8 +72,9 @@ def engine_config(
             num_kv_blocks=NUM_BLOCKS,
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
+            enable_prefix_caching=True,
         ),
-        runner=RunnerConfig(attention_backend="torch", graph_buckets=()),
+        runner=RunnerConfig(attention_backend="sdpa", graph_buckets=()),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,
@@ -86,6 +87,10 @@ def engine_config(
             tool_call_parser="auto",
             reasoning_parser="auto",
             max_request_bytes=1_000_000,
+            admin_api_keys=(),
+            request_timeout_s=None,
+            tls=None,
+            cors=None,
         ),
     )
 
@@ -131,6 +136,7 @@ class Stepper:
         self._kv_cache = make_kv_cache(
             config.model,
             local_kv_heads(config.model, config.parallel.tensor_parallel_size),
+            NUM_BLOCKS,
             NUM_BLOCKS,
             BLOCK_SIZE,
             dtype,

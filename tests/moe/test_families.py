@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moed.config.attention import WITH_SINKS
 from moed.config.errors import ModelError
 from moed.config.model import SERVED_MODEL_TYPES
-from moed.config.weight_bytes import moe_layers, weight_bytes
+from moed.config.weight_bytes import latent_attention, moe_layers, weight_bytes
 from moed.moe.dequantize import dequantize_mxfp4
 from moed.moe.families import FAMILIES
 from tests.moe.checkpoints import make_checkpoint, make_model, prompt, true_greedy, true_logits
@@ -56,6 +57,14 @@ def test_a_long_prompt_whole_and_in_pieces(made: Made) -> None:
     for size in (len(tokens), PIECE):
         found = in_pieces(stepper_of(folder), tokens, size)
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_what_is_known_of_attention_without_a_family(made: Made) -> None:
+    """From which the choice of FlashInfer follows."""
+    model = engine_config(made[1]).model
+    features = FAMILIES[model.model_type].features(model, 64)
+    assert features.has_sinks == (model.model_type in WITH_SINKS)
+    assert features.latent == latent_attention(model)
 
 
 def test_greedy_tokens(made: Made) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ModelError
-from moed.config.memory import kv_bytes_per_token
+from moed.config.kv_layout import kv_layout
 from moed.moe import mla
 from moed.moe.fused_moe import FusedMoE
-from moed.moe.kv_cache import KVCache, LatentCache, kv_bytes_per_block, make_kv_cache
+from moed.moe.kv_cache import KVCache, LatentCache, make_kv_cache
 from moed.moe.mla import LatentAttention
 from moed.moe.router import Router
 from tests.moe.checkpoints import make_checkpoint, prompt, true_logits
@@ -105,21 +105,20 @@ def test_the_cache_holds_one_row_a_token(made: tuple[Any, EngineConfig]) -> None
     """Of 32 + 8 numbers, where K and V of 4 heads would be 4 x (24 + 20)."""
     _, config = made
     dtype, cpu = torch.float32, torch.device("cpu")
-    cache = make_kv_cache(config.model, 4, NUM_BLOCKS, BLOCK_SIZE, dtype, cpu)
+    cache = make_kv_cache(config.model, 4, NUM_BLOCKS, NUM_BLOCKS, BLOCK_SIZE, dtype, cpu)
     assert isinstance(cache, LatentCache)
     held = sum(rows.nbytes for rows in cache.rows)
-    assert held == NUM_BLOCKS * kv_bytes_per_block(config.model, 4, BLOCK_SIZE, dtype)
-    assert held == NUM_BLOCKS * BLOCK_SIZE * kv_bytes_per_token(config)[0]
+    assert held == kv_layout(config).num_bytes(NUM_BLOCKS)
     assert held == NUM_BLOCKS * BLOCK_SIZE * config.model.num_layers * (32 + 8) * 4
 
 
 def test_other_attention_has_keys_and_values(tmp_path: pathlib.Path) -> None:
     make_checkpoint("qwen3_moe", tmp_path)
-    model = engine_config(tmp_path).model
-    cache = make_kv_cache(model, 2, 3, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    config = engine_config(tmp_path)
+    cache = make_kv_cache(config.model, 2, 3, 3, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     assert isinstance(cache, KVCache)
     held = sum(part.nbytes for part in (*cache.keys, *cache.values))
-    assert held == 3 * kv_bytes_per_block(model, 2, BLOCK_SIZE, torch.float32)
+    assert held == kv_layout(config).num_bytes(3)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from moed.dist.all2all.base import Dispatched
-from moed.moe.experts import ExpertWeights, reference_batched_experts, reference_experts
+from moed.moe.experts import (
+    Experts,
+    ExpertWeights,
+    TorchBatchedExperts,
+    TorchExperts,
+    reference_batched_experts,
+    reference_experts,
+)
 from moed.moe.experts.torch_grouped import TorchGroupedExperts
+from tests.moe.host_reads import HostRead, no_host_reads
 
 pytest.importorskip("triton")
 
@@ -181,3 +189,24 @@ def test_nothing_waits_for_the_device() -> None:
             experts(dispatched, apply_weights)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_is_read_on_the_host(device: torch.device) -> None:
+    """So that a CUDA graph may hold them, as they declare; and the others declare otherwise."""
+    weights = weights_of(3, torch.float32, device)
+    rows = standard(IDS["blocks of several sizes"], torch.float32, device)
+    blocks = batched(COUNTS["several sizes"], torch.float32, device)
+    made: list[tuple[Experts, Dispatched]] = [
+        (TritonExperts(weights), rows),
+        (TorchGroupedExperts(weights), rows),
+        (TritonBatchedExperts(weights), blocks),
+    ]
+    for experts, dispatched in made:
+        assert not experts.reads_on_host
+        with no_host_reads():
+            experts(dispatched, False)
+    made = [(TorchExperts(weights), rows), (TorchBatchedExperts(weights), blocks)]
+    for experts, dispatched in made:
+        assert experts.reads_on_host
+        with no_host_reads(), pytest.raises(HostRead):
+            experts(dispatched, False)

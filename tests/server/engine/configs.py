@@ -58,6 +58,7 @@ def engine_config(
     max_position_embeddings: int = 256,
     fault_injection: str | None = None,
     graph_buckets: tuple[int, ...] = (),
+    enable_prefix_caching: bool = True,
 ) -> EngineConfig:
     """`hf_config` (a config.json) fills the sizes of the model; without it they are small."""
     hf = hf_config or {**SMALL, "max_position_embeddings": max_position_embeddings}
@@ -112,8 +113,9 @@ def engine_config(
             num_kv_blocks=num_kv_blocks,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=0.9,
+            enable_prefix_caching=enable_prefix_caching,
         ),
-        runner=RunnerConfig(attention_backend="torch", graph_buckets=graph_buckets),
+        runner=RunnerConfig(attention_backend="sdpa", graph_buckets=graph_buckets),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,
@@ -126,6 +128,10 @@ def engine_config(
             tool_call_parser="auto",
             reasoning_parser="auto",
             max_request_bytes=1_000_000,
+            admin_api_keys=(),
+            request_timeout_s=None,
+            tls=None,
+            cors=None,
         ),
         fault_injection=fault_injection,
     )

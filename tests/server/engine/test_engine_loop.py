@@ -150,7 +150,7 @@ class Rank:
             max_num_queued_requests=100,
         )
         self.channel = ScriptedChannel(script)
-        self.blocks = BlockManager(32, 4)
+        self.blocks = BlockManager(32, 4, shares_prefixes=True)
         self.runner = FakeRunner()
         self.agreement = TableAgreement(table, rank)
         self.scheduler = Scheduler(config, self.blocks, 64, VOCAB_SIZE)

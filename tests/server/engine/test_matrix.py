@@ -236,6 +236,20 @@ def test_latent_attention_over_processes(
         check(by_process[::members], expected, SPLIT_BUDGETS, f"of {ranks} x {members}")
 
 
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_layers_that_slide_over_processes(
+    tmp_path_factory: pytest.TempPathFactory,
+    workers: Callable[[int], WorkerPool],
+    with_graphs: bool,
+) -> None:
+    """With blocks of their own, which are given back and used again while requests go on."""
+    path, expected = made("gpt_oss", tmp_path_factory)
+    for ranks, members in ((2, 1), (1, 2)):
+        arguments = (path, "all2allv", SPLIT_BUDGETS, members, True, with_graphs)
+        by_process = workers(2).run(serve, *arguments)
+        check(by_process[::members], expected, SPLIT_BUDGETS, f"of {ranks} x {members}")
+
+
 def check(by_rank: list[Any], expected: Truth, budgets: tuple[int, ...], which: str) -> None:
     for rank, by_budget in enumerate(by_rank):
         for budget, answers in zip(budgets, by_budget, strict=True):

@@ -37,6 +37,10 @@ SERVER = ServerConfig(
     tool_call_parser="auto",
     reasoning_parser="auto",
     max_request_bytes=1_000_000,
+    admin_api_keys=(),
+    request_timeout_s=None,
+    tls=None,
+    cors=None,
 )
 
 
@@ -100,7 +104,8 @@ def frontend_config(
             num_kv_blocks=64,
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=0.9,
+            enable_prefix_caching=True,
         ),
-        runner=RunnerConfig(attention_backend="torch", graph_buckets=()),
+        runner=RunnerConfig(attention_backend="sdpa", graph_buckets=()),
         server=dataclasses.replace(SERVER, **server),
     )

@@ -191,4 +191,6 @@ class FakeEngine:
             max_step_tokens=7,
             num_finished=0,
             num_aborted=len(self.aborted),
+            num_prefix_queries=0,
+            num_prefix_hits=0,
         )

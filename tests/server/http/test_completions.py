@@ -310,6 +310,7 @@ def test_parameters_reach_the_engine(served: Served) -> None:
         logit_bias={"7": -100, "8": 1.5},
         seed=-1,
         priority=-3,
+        cache_salt="tenant",
         user="somebody",
     )
     request = served.last_request
@@ -319,7 +320,7 @@ def test_parameters_reach_the_engine(served: Served) -> None:
     assert params.repetition_penalty == 1.5
     assert params.logit_bias == {7: -100.0, 8: 1.5}
     assert params.seed == 2**64 - 1
-    assert request.priority == -3
+    assert request.priority == -3 and request.cache_salt == "tenant"
 
 
 def test_requests_without_a_seed_get_different_ones(served: Served) -> None:

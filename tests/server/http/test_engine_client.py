@@ -18,6 +18,7 @@ from moed.server.health import Health
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
+    ForgetPrefixes,
     FromEngine,
     RankReady,
     RankStats,
@@ -250,3 +251,24 @@ def test_nothing_new_is_dropped_whole() -> None:
     assert drop_duplicates(output, 4) is None
     partly = drop_duplicates(output, 3)
     assert partly is not None and (partly.output_index, partly.token_ids) == (3, [6])
+
+
+def test_choices_of_one_prompt_share_a_rank_and_its_prompt(bench: Bench) -> None:
+    prompt, other = list(range(40)), list(range(100, 140))
+    specs = [ChoiceSpec(prompt, PARAMS)] * 3 + [ChoiceSpec(other, PARAMS)] * 3
+    bench.client.submit(specs, 0, None, "salt")
+    ranks = [rank for rank, message in bench.channel.sent if isinstance(message, AddRequest)]
+    assert ranks == [0, 0, 0, 1, 1, 1]
+    assert {request.cache_salt for request in bench.added} == {"salt"}
+    # Two full blocks of 16 tokens are computed once.
+    assert bench.client._balancer.loads == [3 * 10 + 40 + 8 + 8] * 2
+
+
+def test_forgotten_prefixes_are_forgotten_by_every_rank(bench: Bench) -> None:
+    bench.client.submit([ChoiceSpec(list(range(40)), PARAMS)], 0, 1)
+    bench.channel.sent.clear()
+    bench.client.forget_prefixes()
+    kinds = [(rank, type(message)) for rank, message in bench.channel.sent]
+    assert kinds == [(0, ForgetPrefixes), (1, ForgetPrefixes), (0, Wake), (1, Wake)]
+    bench.client.submit([ChoiceSpec(list(range(40)), PARAMS)], 0, 1)
+    assert bench.client._balancer.loads == [0, 2 * 50]
