@@ -135,6 +135,8 @@ async def start_chat(
 class ChatGeneration(Generation):
     """A generation whose choices are read for reasoning and tool calls."""
 
+    operation = "chat"
+
     def __init__(
         self,
         state: AppState,

@@ -23,6 +23,7 @@ from moed.server.api.responses import Answer, PromptTokensDetails, Usage
 from moed.server.api.state import AppState
 from moed.server.api.suggestions import did_you_mean
 from moed.server.api.unknown_parameters import Ignored
+from moed.server.ended_requests import Origin
 from moed.server.engine_client import ChoiceSpec, GenerationFailed
 from moed.server.messages import TokenLogprobs
 from moed.server.routed_experts import RoutedRecord
@@ -30,6 +31,8 @@ from moed.server.stop_strings import StopStrings
 
 # Of one choice's routed experts.
 MAX_ROUTED_BYTES = 64 * 2**20
+# As the W3C has them.
+TRACE_HEADERS = ("traceparent", "tracestate")
 RANK_HEADER = "x-data-parallel-rank"
 
 
@@ -111,6 +114,9 @@ class ChoiceResult:
 class Generation:
     """All choices of one request: choice `p * n + i` is the `i`-th output of prompt `p`."""
 
+    operation = "text_completion"
+    """As traces name it."""
+
     def __init__(
         self,
         state: AppState,
@@ -164,8 +170,26 @@ class Generation:
         self.owner = caller_of(request.scope).name
         self.names = (self.id, request.scope[SCOPE_KEY])
         self._timer: asyncio.TimerHandle | None = None
-        self._submission = state.engine.submit(specs, body.priority or 0, rank, body.cache_salt)
+        origin = self._origin(request)
+        self._submission = state.engine.submit(
+            specs, origin, body.priority or 0, rank, body.cache_salt
+        )
         state.generations.add(self)
+
+    def _origin(self, request: Request) -> Origin:
+        shared = self.sampling.shared
+        return Origin(
+            request_id=request.scope[SCOPE_KEY],
+            operation=self.operation,
+            model=self.model,
+            num_per_prompt=self.num_per_prompt,
+            max_tokens=self.body.max_tokens,
+            temperature=shared["temperature"],
+            top_p=shared["top_p"],
+            headers={
+                name: request.headers[name] for name in TRACE_HEADERS if name in request.headers
+            },
+        )
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all choices as they come, until all have ended; aborts what has not when

@@ -10,6 +10,7 @@ import torch
 from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
+    ObservabilityConfig,
     ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
@@ -92,6 +93,9 @@ def engine_config(
             request_timeout_s=None,
             tls=None,
             cors=None,
+            observability=ObservabilityConfig(
+                log_format="text", log_requests=False, metrics_compat="vllm"
+            ),
         ),
     )
 
