@@ -1,15 +1,17 @@
 """Loading a checkpoint beside reading the same bytes with safetensors alone.
 
-    python -m tests.benchmarks.loading [--layers 10] [--ranks 2] [--rounds 5]
+    python -m tests.benchmarks.loading [--layers 10] [--ranks 2] [--rounds 5] [--warm]
 
 Writes a Qwen3-MoE in bfloat16 of about 0.1 GB a layer to a temporary folder. Each round runs, in
 fresh processes and one after the other, both for rank 0: its share of the experts and all else. The
-files stay in the system's cache, so that neither waits for a disk. Prints both medians, their
-ratio, and the growth of anonymous memory against what the rank keeps.
+system forgets the files before each, so that both wait for the disk as a first start does; with
+--warm they stay in its cache. Prints both medians, their ratio, and the growth of anonymous memory
+against what the rank keeps.
 """
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -25,18 +27,31 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(function, arguments)
 
 
+def forget(folder: str) -> None:
+    """Drop the files from the system's cache."""
+    for path in Path(folder).glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         size = write_large(Path(folder), given.layers)
         loads, reads = [], []
         for _ in range(given.rounds):
+            if not given.warm:
+                forget(folder)
             own, peak, _, took = alone(loaded, folder, 0, given.ranks)
             loads.append(took)
+            if not given.warm:
+                forget(folder)
             num_bytes, took = alone(read, folder, 0, given.ranks)
             reads.append(took)
     load_s, read_s = statistics.median(loads), statistics.median(reads)
