@@ -12,8 +12,11 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moed.config.capabilities import ActivationFormat, BackendCapabilities
+from moed.config.cors import CorsConfig
 from moed.config.errors import ConfigError
 from moed.config.expert_placement import ExpertPlacement
+from moed.config.explained import Explained
+from moed.config.tls import TlsConfig
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,8 @@ class RunnerConfig:
     """"sdpa" or "flashinfer"; or "auto": FlashInfer, if it works at the start on all ranks, else
     sdpa.
     """
+    cpu_kernels: str
+    """"native", "torch" or "auto": what computes on a CPU. Ranks may differ."""
     graph_buckets: tuple[int, ...]
     """Rows of the graphs that decode steps replay, none above B; empty: all steps are eager."""
 
@@ -233,6 +238,14 @@ class ServerConfig:
     reasoning_parser: str
     max_request_bytes: int
     """Largest request body; a larger one is refused with 413."""
+    admin_api_keys: tuple[str, ...] = field(repr=False)
+    """They open everything; once there is one, nothing else opens the admin routes."""
+    request_timeout_s: float | None
+    """From a request's arrival to the end of its answer; None: no bound."""
+    tls: TlsConfig | None
+    """None: plain http://."""
+    cors: CorsConfig | None
+    """None: no page of another origin may call from a browser."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +258,8 @@ class EngineConfig:
     cache: CacheConfig
     runner: RunnerConfig
     server: ServerConfig
+    explained: tuple[Explained, ...] = ()
+    """Every setting with its origin, for people who ask; nothing is decided by it."""
     fault_injection: str | None = None
     """Faults that tests ask for (`MOED_FAULT_INJECTION`); None in any real use."""
 

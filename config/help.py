@@ -95,6 +95,8 @@ def _default(setting: Setting) -> str:
         from moed.config.sizes import format_bytes
 
         return f"default: {format_bytes(default)}"
+    if setting.is_list:
+        return f"default: {' '.join(default)}"
     return f"default: {default}"
 
 

@@ -100,10 +100,10 @@ def setting_of_flag(flag: str) -> tuple[Setting, bool]:
     name = written.lstrip("-").replace("-", "_")
     refuse_removed(name, flag)
     hidden = names().get(name)
-    if hidden is not None and settings()[hidden].option.secret:
+    if hidden is not None and settings()[hidden].option.secret:  # `…_keys`, with a `…_key_file`
         raise UsageError(
             f"{flag} is not taken from the command line, which other users of this machine can "
-            f"read: set MOED_{name.upper()}, or give --api-key-file FILE"
+            f"read: set MOED_{name.upper()}, or give --{hidden[:-1].replace('_', '-')}-file FILE"
         )
     near = did_you_mean(written, flags())
     raise UsageError(f"unknown flag {flag}{near} (`moed --help=all` lists all flags)")

@@ -21,20 +21,24 @@ from moed.config.settings import ServeSettings
 
 Capabilities = Mapping[str, BackendCapabilities]
 
-# Settings that contradictions are about, those first on which a plan depends least.
+# Settings that contradictions are about, those first on which a plan depends least. Those of one
+# entry mean nothing without each other.
 DROPPED_FIRST = (
-    "api_key_file",
-    "max_num_seqs",
-    "enable_chunked_prefill",
-    "max_model_len",
-    "enable_expert_parallel",
-    "attention_backend",
-    "num_kv_blocks",
-    "kv_cache_memory",
-    "max_num_batched_tokens",
-    "all2all_backend",
-    "tensor_parallel_size",
-    "data_parallel_size",
+    ("api_key_file",),
+    ("admin_api_key_file",),
+    ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+    ("allowed_origins", "allow_credentials"),
+    ("max_num_seqs",),
+    ("enable_chunked_prefill",),
+    ("max_model_len",),
+    ("enable_expert_parallel",),
+    ("attention_backend",),
+    ("num_kv_blocks",),
+    ("kv_cache_memory",),
+    ("max_num_batched_tokens",),
+    ("all2all_backend",),
+    ("tensor_parallel_size",),
+    ("data_parallel_size",),
 )
 
 
@@ -149,16 +153,15 @@ def _problem(
 def _without_cause(
     settings: ServeSettings, problem: str, resolved: Callable[[ServeSettings], Resolution]
 ) -> ServeSettings:
-    """`settings` with one of them back at its default, with which `problem` is not met.
+    """`settings` with one entry of `DROPPED_FIRST` back at its default, with which `problem` is not
+    met.
 
     Raises `ConfigError` when no single one is its cause.
     """
     defaults: dict[str, Any] = {field.name: field.default for field in fields(ServeSettings)}
-    for name in DROPPED_FIRST:
-        if getattr(settings, name) == defaults[name]:
-            continue
-        changed = replace(settings, **{name: defaults[name]})
-        if _problem(changed, resolved) != problem:
+    for names in DROPPED_FIRST:
+        changed = replace(settings, **{name: defaults[name] for name in names})
+        if changed != settings and _problem(changed, resolved) != problem:
             return changed
     raise ConfigError(problem)
 

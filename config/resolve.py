@@ -5,12 +5,12 @@ Every default that depends on something else is decided here, and every cross-ch
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from moed.config import budget, environ, machine, refusals
 from moed.config.attention import AUTO, choose_attention
 from moed.config.capabilities import BackendCapabilities
+from moed.config.cors import cors_config
 from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -23,10 +23,12 @@ from moed.config.engine_config import (
 from moed.config.errors import ConfigError
 from moed.config.graphs import graph_buckets
 from moed.config.hub import fetch
+from moed.config.keys import all_keys
 from moed.config.machine import Machine
 from moed.config.model import BUNDLED_NAME, bundled_checkpoint, load_model_config
 from moed.config.placement_file import read_placement
 from moed.config.settings import ServeSettings
+from moed.config.tls import tls_config
 
 SHARDING_BACKEND = "allgather_reducescatter"
 
@@ -243,6 +245,7 @@ def _runner(
     replays = on_gpu and parallel.backend.graph_safe and not settings.enforce_eager
     return RunnerConfig(
         attention_backend=attention,
+        cpu_kernels=settings.cpu_kernels,
         graph_buckets=graph_buckets(max_num_rows) if replays else (),
     )
 
@@ -267,14 +270,11 @@ def _cache(settings: ServeSettings) -> CacheConfig:
 
 
 def _server(settings: ServeSettings) -> ServerConfig:
-    keys = settings.api_keys
-    if settings.api_key_file is not None:
-        keys = (*keys, *_read_keys(settings.api_key_file))
     return ServerConfig(
         host=settings.host,
         port=settings.port,
         shutdown_timeout_s=settings.shutdown_timeout,
-        api_keys=tuple(dict.fromkeys(keys)),
+        api_keys=all_keys(settings.api_keys, settings.api_key_file),
         max_logprobs=settings.max_logprobs,
         log_level=settings.log_level,
         access_log=settings.access_log,
@@ -282,19 +282,11 @@ def _server(settings: ServeSettings) -> ServerConfig:
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
         max_request_bytes=settings.max_request_bytes,
+        admin_api_keys=all_keys(settings.admin_api_keys, settings.admin_api_key_file),
+        request_timeout_s=settings.request_timeout,
+        tls=tls_config(settings),
+        cors=cors_config(settings),
     )
-
-
-def _read_keys(path: str) -> tuple[str, ...]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API key file {path}: {error}") from error
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-    if not keys:
-        # Serving everybody is not what a person who names a key file wants.
-        raise ConfigError(f"the API key file {path} holds no key; write one a line")
-    return keys
 
 
 def _model(settings: ServeSettings, decided: Decided, weights: bool) -> ModelConfig:

@@ -132,6 +132,13 @@ class ServeSettings:
         choices=("auto", "flashinfer", "sdpa"),
         synonyms={"torch": "sdpa"},
     )
+    cpu_kernels: str = option(
+        "auto",
+        "what computes on CPUs; auto: native, the kernels in C++, where they could be built, else "
+        "torch",
+        group=PARALLEL,
+        choices=("auto", "native", "torch"),
+    )
     num_threads: int | None = option(
         None,
         "CPU threads of each rank; auto (or 0): available cores divided by local ranks",
@@ -239,6 +246,81 @@ class ServeSettings:
         on_command_line=False,
         aliases=("api_key",),
         secret=True,
+    )
+    admin_api_key_file: str | None = option(
+        None,
+        "file with one admin key a line, which /admin/* and /server_info then ask for; or set "
+        "MOED_ADMIN_API_KEY",
+        group=HTTP,
+        metavar="FILE",
+        shown_default="an API key opens them; without any, only this machine",
+    )
+    admin_api_keys: tuple[str, ...] = option(
+        (),
+        "accepted admin keys",
+        group=HTTP,
+        on_command_line=False,
+        aliases=("admin_api_key",),
+        secret=True,
+    )
+    ssl_keyfile: str | None = option(
+        None,
+        "PEM file with the key of an https:// port",
+        group=HTTP,
+        metavar="FILE",
+        shown_default="plain http://",
+    )
+    ssl_certfile: str | None = option(
+        None,
+        "PEM file with its certificate, and those between it and the authority",
+        group=HTTP,
+        metavar="FILE",
+        shown_default="plain http://",
+    )
+    ssl_ca_certs: str | None = option(
+        None,
+        "PEM file with the authorities whose client certificates are taken",
+        group=HTTP,
+        metavar="FILE",
+        shown_default="none",
+    )
+    ssl_cert_reqs: int = option(
+        0,
+        "certificates of clients; 0: none are asked for, 1: they may show one, 2: they must",
+        group=HTTP,
+        minimum=0,
+        maximum=2,
+    )
+    ssl_ciphers: str | None = option(
+        None,
+        "ciphers of TLS 1.2, as OpenSSL writes them",
+        group=HTTP,
+        metavar="LIST",
+        shown_default="OpenSSL's",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "origin(s) of web pages that may call from a browser, such as https://chat.example; *: all",
+        group=HTTP,
+        metavar="ORIGIN",
+        shown_default="none",
+    )
+    allow_credentials: bool = option(
+        False, "let pages of those origins send cookies and the like", group=HTTP
+    )
+    allowed_methods: tuple[str, ...] = option(
+        ("*",), "HTTP method(s) that they may use; *: all", group=HTTP, metavar="METHOD"
+    )
+    allowed_headers: tuple[str, ...] = option(
+        ("*",), "header(s) that they may send; *: all", group=HTTP, metavar="HEADER"
+    )
+    request_timeout: float | None = option(
+        None,
+        "bound on a request from its arrival to the end of its answer; auto: no bound",
+        group=HTTP,
+        unit="seconds",
+        minimum=0.001,
+        shown_default="no bound",
     )
     max_logprobs: int = option(
         20, "most logprobs per token that a request may ask for", group=HTTP, minimum=0

@@ -5,6 +5,7 @@ from typing import Any
 
 from moed.config.budget import PLAIN_DEFAULT
 from moed.config.engine_config import EngineConfig
+from moed.config.explained import DERIVED, Explained
 from moed.config.memory import moe_bytes_per_rank
 from moed.config.names import settings
 from moed.config.options import Setting
@@ -17,30 +18,40 @@ HEADER = ("setting", "value", "from")
 
 def show(values: ServeSettings, origins: Mapping[str, str], resolution: Resolution) -> str:
     """A table: setting, value, and flag, environment, file, default or auto."""
-    found = [_row(setting, values, origins, resolution) for setting in settings().values()]
-    derived = [(name, value, "derived") for name, value in _derived(resolution.config).items()]
-    rows = [HEADER, *(row for row in found if row is not None), *derived]
+    found = [(e.name, _text(e.value), e.origin) for e in explain(values, origins, resolution)]
+    rows = [HEADER, *found]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "".join(
         f"{name:<{name_width}}  {value:<{value_width}}  {origin}\n" for name, value, origin in rows
     )
 
 
-def _row(
+def explain(
+    values: ServeSettings, origins: Mapping[str, str], resolution: Resolution
+) -> tuple[Explained, ...]:
+    """Every setting, then what follows from them; without the hidden ones that nobody has set."""
+    found = [
+        _explained(setting, values, origins, resolution)
+        for setting in settings().values()
+        if setting.name in origins or not setting.option.hidden
+    ]
+    derived = [Explained(*entry, DERIVED) for entry in _derived(resolution.config).items()]
+    return (*found, *derived)
+
+
+def _explained(
     setting: Setting, values: ServeSettings, origins: Mapping[str, str], resolution: Resolution
-) -> tuple[str, str, str] | None:
+) -> Explained:
     name = setting.name
     value = getattr(values, name)
-    if setting.option.hidden and name not in origins:
-        return None
     origin = origins.get(name, "default")
     if name in resolution.decided:
         value, why = resolution.decided[name]
         asked = "" if name not in origins else f", {origins[name]}"
         origin = "default" if why == PLAIN_DEFAULT else f"auto ({why}{asked})"
     if setting.option.secret:
-        return name, f"({len(value)} hidden)", origin
-    return name, _text(value), origin
+        value = f"({len(value)} hidden)"
+    return Explained(name, value, origin)
 
 
 def _text(value: Any) -> str:

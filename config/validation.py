@@ -3,6 +3,7 @@
 The model is generated from `ServeSettings`, one field per setting.
 """
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
@@ -87,6 +88,8 @@ def _prepare(setting: Setting, value: Any) -> Any:
     if isinstance(value, bool) and not setting.is_switch:
         # bool is an int to Python, but `port: true` is a slip.
         raise ValueError("must not be true or false")
+    if setting.is_list:
+        value = _from_json(value)
     if setting.is_list and "" in (value if isinstance(value, list | tuple) else [value]):
         raise ValueError("must not be empty")
     if setting.name == "num_threads" and value in (0, "0"):
@@ -102,6 +105,16 @@ def _prepare(setting: Setting, value: Any) -> Any:
     if isinstance(value, int | float) and setting.annotation in (str, str | None):
         # YAML reads an unquoted revision such as 0123 as the number 83: the text is lost.
         raise ValueError("must be text: write it in quotes")
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    """`["a", "b"]` as one text, which some users of vLLM give, is the list."""
+    if isinstance(value, tuple) and len(value) == 1 and str(value[0]).startswith("["):
+        try:
+            return tuple(json.loads(value[0]))
+        except ValueError:
+            raise ValueError('must be a list of names, such as a b or ["a", "b"]') from None
     return value
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from moed.config.windows import Window
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
 
@@ -74,9 +75,9 @@ class AttentionBackend(Protocol):
     """Each layer copies the contexts of a step, so that their sum counts."""
 
     def plan(
-        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+        self, batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
     ) -> StepAttention:
-        """`window`: a token sees itself and the `window` - 1 before it; None: all before it."""
+        """`window`: what a token sees; None: all before it."""
         ...
 
     def graph(
@@ -84,7 +85,7 @@ class AttentionBackend(Protocol):
         num_rows: int,
         num_blocks: int,
         block_size: int,
-        windows: tuple[int | None, int | None],
+        windows: tuple[Window | None, Window | None],
     ) -> GraphAttention | None:
         """Of a graph for so many requests of so many blocks each; None: `plan` is recorded too."""
         ...
@@ -114,38 +115,50 @@ class TorchAttention:
 
     copies_context = True
 
-    def __init__(self, is_window_aligned: bool = False) -> None:
-        """`is_window_aligned`: see `DecoderFeatures`."""
-        self._is_aligned = is_window_aligned
-
     def plan(
-        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+        self, batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
     ) -> AttentionPlan:
         """See `AttentionBackend`."""
-        return plan_attention(batch, block_size, window, dtype, self._is_aligned)
+        return plan_attention(batch, block_size, window, dtype)
 
     def graph(
         self,
         num_rows: int,
         num_blocks: int,
         block_size: int,
-        windows: tuple[int | None, int | None],
+        windows: tuple[Window | None, Window | None],
     ) -> None:
         """See `AttentionBackend`: masks follow from positions, on the device."""
         return None
 
 
 def plan_attention(
-    batch: ForwardBatch,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-    is_aligned: bool = False,
+    batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
 ) -> AttentionPlan:
-    """`window`: a token sees itself and the `window` - 1 before it; None: all before it. With
-    `is_aligned` windows lie side by side, and it sees itself and what is before it in its own.
-    Blocks before a request's window are not read.
+    """`window`: what a token sees; None: all before it. Blocks before the first window of a request
+    are not read.
     """
+    prefills, decodes, decode_rows = plan_pieces(batch, block_size, window, dtype)
+    if not decodes:
+        return AttentionPlan(prefills, None)
+    num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
+    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
+    if prefills or len(decodes) < len(batch.query_lens):
+        rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
+        tables, positions = tables[decodes], positions[rows_of_decodes]
+    tables = tables[:, :num_blocks]
+    begins = torch.zeros_like(positions)
+    if window is not None:
+        tables, begins = _last_blocks(tables, positions, block_size, window)
+    positions, begins = (each[:, None, None, None] for each in (positions, begins))
+    mask = _mask(positions, begins, tables.shape[1] * block_size, window, dtype)
+    return AttentionPlan(prefills, Decodes(rows_of_decodes, tables.flatten(), mask))
+
+
+def plan_pieces(
+    batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
+) -> tuple[tuple[Prefill, ...], list[int], list[int]]:
+    """The requests with several tokens; the numbers of those with one, and of their rows."""
     prefills: list[Prefill] = []
     decodes: list[int] = []
     decode_rows: list[int] = []
@@ -159,65 +172,49 @@ def plan_attention(
         elif num_tokens:
             first = 0
             if window is not None:
-                first = max(0, context - num_tokens - window + 1) // block_size
+                first = max(0, window.first_seen(context - num_tokens)) // block_size
             blocks = batch.block_tables[request, first : -(-context // block_size)]
             rows = slice(row, row + num_tokens)
-            positions, left_out = batch.positions[rows, None], first * block_size
-            context -= left_out
-            is_plain = num_tokens == context and (window is None or context <= window)
+            is_plain = num_tokens == context and (window is None or context <= window.size)
+            shift = first * block_size
+            context -= shift
             mask = None
             if not is_plain:
-                starts = _starts(positions, window, is_aligned) - left_out
-                mask = _mask(positions - left_out, context, starts, dtype)
+                mask = _mask(batch.positions[rows, None], shift, context, window, dtype)
             prefills.append(Prefill(rows, blocks, context, mask))
         row += num_tokens
-    if not decodes:
-        return AttentionPlan(tuple(prefills), None)
-    num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
-    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
-    if prefills or len(decodes) < len(batch.query_lens):
-        rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
-        tables, positions = tables[decodes], positions[rows_of_decodes]
-    tables = tables[:, :num_blocks]
-    starts = _starts(positions, window, is_aligned)
-    if window is not None:
-        tables, before = _last_blocks(tables, positions, block_size, window)
-        positions, starts = positions - before, starts - before
-    length = tables.shape[1] * block_size
-    mask = _mask(positions[:, None, None, None], length, starts[:, None, None, None], dtype)
-    return AttentionPlan(tuple(prefills), Decodes(rows_of_decodes, tables.flatten(), mask))
+    return tuple(prefills), decodes, decode_rows
 
 
 def _last_blocks(
-    tables: torch.Tensor, positions: torch.Tensor, block_size: int, window: int
+    tables: torch.Tensor, positions: torch.Tensor, block_size: int, window: Window
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `tables` [r, P], the blocks that the window before `positions` [r] touches, and how many
-    tokens lie before the first of them, [r]. Reads nothing on the host.
+    """Of `tables` [r, P], the blocks that the windows of `positions` [r] touch, and the position
+    [r] at which the first of them begins. Reads nothing on the host.
     """
     num_blocks = tables.shape[1]
-    num_seen = min(num_blocks, -(-(window - 1) // block_size) + 1)
-    first = (positions - (window - 1)).clamp_(min=0) // block_size
+    num_seen = min(num_blocks, -(-(window.size - 1) // block_size) + 1)
+    first = window.first_seen(positions).clamp(min=0) // block_size
     columns = first[:, None] + torch.arange(num_seen, device=tables.device)
     # Beyond the last block it comes again, at places that no query sees.
     columns.clamp_(max=num_blocks - 1)
     return tables.gather(1, columns), first * block_size
 
 
-def _starts(positions: torch.Tensor, window: int | None, is_aligned: bool) -> torch.Tensor:
-    """The first position that each of `positions` sees, or one before the request's beginning."""
-    if window is None:
-        return torch.zeros_like(positions)
-    return positions // window * window if is_aligned else positions - window + 1
-
-
 def _mask(
-    positions: torch.Tensor, length: int, starts: torch.Tensor, dtype: torch.dtype
+    positions: torch.Tensor,
+    shift: int | torch.Tensor,
+    length: int,
+    window: Window | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[..., length]: 0 where the query at `positions` [..., 1], which sees from `starts` on, sees
-    the key, else -inf.
+    """[..., length]: 0 where the query at `positions` [..., 1] sees the key, else -inf; the first
+    key is at position `shift`.
     """
-    keys = torch.arange(length, device=positions.device)
-    is_hidden = (keys > positions) | (keys < starts)
+    keys = torch.arange(length, device=positions.device) + shift
+    is_hidden = keys > positions
+    if window is not None:
+        is_hidden |= keys < window.first_seen(positions)
     zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
     return zeros.masked_fill_(is_hidden, -torch.inf)
 
@@ -238,11 +235,24 @@ def paged_attention(
     if decodes is not None and decodes.rows is None:
         return _decode(query, layer, kv_cache, decodes, scale, sinks)
     output = torch.empty_like(query)
-    for prefill in plan.prefills:
-        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
+    attend_prefills(query, output, layer, kv_cache, plan.prefills, scale, sinks)
     if decodes is not None:
         output[decodes.rows] = _decode(query[decodes.rows], layer, kv_cache, decodes, scale, sinks)
     return output
+
+
+def attend_prefills(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    layer: int,
+    kv_cache: KVCache,
+    prefills: tuple[Prefill, ...],
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> None:
+    """The rows of requests with several tokens, from `query` [T, H, d] into `output` [T, H, d]."""
+    for prefill in prefills:
+        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
 
 
 def _prefill(
@@ -284,7 +294,7 @@ def _prefill_with_sinks(
     num_tokens, num_kv_heads, mask = query.shape[0], keys.shape[1], prefill.mask
     if mask is None:
         positions = torch.arange(num_tokens, device=query.device)[:, None]
-        mask = _mask(positions, prefill.context, torch.zeros_like(positions), query.dtype)
+        mask = _mask(positions, 0, prefill.context, None, query.dtype)
     keys, values = _with_sink_row(keys, 0), _with_sink_row(values, 0)
     parts = []
     size = query.shape[1] // num_kv_heads

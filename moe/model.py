@@ -13,6 +13,7 @@ from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.placement import SlotMap
 from moed.dist.tensor_parallel import TensorParallel
+from moed.moe import native
 from moed.moe.attention import AttentionBackend
 from moed.moe.attention_choice import make_attention
 from moed.moe.block_scaled import BlockScaled, WeightFormat
@@ -44,9 +45,13 @@ def load_model(
     report: Callable[[str], None],
 ) -> Decoder:
     """Read the own experts, the own heads and all else. Raises `ModelError`, and `ConfigError` for
-    an attention backend that does not work here.
+    an attention backend or kernels that do not work here.
     """
     device = torch.device(groups.device_type)
+    if groups.device_type == "cpu":
+        native.use_kernels(config.runner.cpu_kernels)
+        if groups.rank == 0:
+            logger.info("kernels: %s", native.describe())
     dtype = getattr(torch, config.model.dtype)
     family = family_of(config.model)
     max_length = config.scheduler.max_model_len or config.model.max_position_embeddings

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -91,32 +92,34 @@ def _serve(command: Command) -> int:
 
     assert command.settings is not None
     setup_logging("launcher", command.settings.log_level)
-    settings, environment = command.settings, detect_torchrun()
+    settings, origins, environment = command.settings, command.origins, detect_torchrun()
     if environment is not None:
         from moed.server.torchrun import serve_under_torchrun
 
-        if "data_parallel_size" not in command.origins:
+        if "data_parallel_size" not in origins:
             size = max(1, environment.world_size // settings.tensor_parallel_size)
             settings = replace(settings, data_parallel_size=size)
-        config = _resolve(settings, log=environment.rank == 0)
+            origins = {**origins, "data_parallel_size": "torchrun"}
+        config = _resolve(settings, origins, log=environment.rank == 0)
         return serve_under_torchrun(config, environment)
     from moed.server.launcher import serve
 
-    return serve(_resolve(settings, log=True))
+    return serve(_resolve(settings, origins, log=True))
 
 
-def _resolve(settings: ServeSettings, log: bool) -> EngineConfig:
+def _resolve(settings: ServeSettings, origins: Mapping[str, str], log: bool) -> EngineConfig:
     """The configuration; what it costs goes into the log before anything is allocated."""
     from moed.config.plan import make_plan
     from moed.config.plan_text import launch_text
     from moed.config.resolve import resolve_and_explain
+    from moed.config.show import explain
     from moed.dist.registry import capabilities
 
     found = resolve_and_explain(settings, capabilities(), weights=True)
     if log:
         plan = make_plan(found.config, found.machine, found.decided)
         logger.info("plan of each rank\n%s", launch_text(plan))
-    return found.config
+    return replace(found.config, explained=explain(settings, origins, found))
 
 
 if __name__ == "__main__":

@@ -100,13 +100,13 @@ class ChatTemplate:
         then chat_template.json, then tokenizer_config.json. Raises `ModelError`.
         """
         root = pathlib.Path(folder)
-        config = _read_json(root / "tokenizer_config.json")
+        config = read_json(root / "tokenizer_config.json")
         sources = _sources(root, config)
         if not sources:
             return None
         if "default" not in sources:
             sources["default"] = next(iter(sources.values()))
-        return cls(sources, _special_tokens(config))
+        return cls(sources, special_tokens(config))
 
     @cached_property
     def wants_text_arguments(self) -> bool:
@@ -184,21 +184,6 @@ class ChatTemplate:
         return prepared
 
 
-def tokenizer_info(folder: str) -> dict[str, Any]:
-    """tokenizer_config.json as clients with a tokenizer of their own read it: special tokens as
-    text, and the chat template wherever the checkpoint keeps it. Raises `ModelError`.
-    """
-    root = pathlib.Path(folder)
-    config = _read_json(root / "tokenizer_config.json")
-    sources = _sources(root, config)
-    return {
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")),
-        **config,
-        **_special_tokens(config),
-        "chat_template": sources.get("default", next(iter(sources.values()), None)),
-    }
-
-
 def _mark_ending(chat: list[dict[str, Any]]) -> str:
     content = chat[-1].get("content") if chat else None
     if not isinstance(content, str) or not content.strip():
@@ -222,7 +207,7 @@ def _sources(root: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
         sources["default"] = found
     elif isinstance(found, list):
         sources.update({entry["name"]: entry["template"] for entry in found})
-    if isinstance(other := _read_json(root / "chat_template.json").get("chat_template"), str):
+    if isinstance(other := read_json(root / "chat_template.json").get("chat_template"), str):
         sources["default"] = other
     for path in sorted((root / "additional_chat_templates").glob("*.jinja")):
         sources[path.stem] = path.read_text(encoding="utf-8")
@@ -231,7 +216,7 @@ def _sources(root: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
     return sources
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token` and the like, as text."""
     found: dict[str, str] = {}
     for key, value in config.items():
@@ -241,7 +226,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from moed.config.engine_config import EngineConfig
 from moed.server.balancer import Balancer, Work
+from moed.server.drain_rate import DrainRate
 from moed.server.health import Health
 from moed.server.messages import (
     AbortRequests,
@@ -35,9 +36,6 @@ from moed.server.prefix import extend_keys
 
 logger = logging.getLogger(__name__)
 
-MIN_RETRY_AFTER_S = 1
-MAX_RETRY_AFTER_S = 60
-
 
 class Channel(Protocol):
     """What is needed of `moed.server.channel.FrontendChannel`."""
@@ -51,10 +49,19 @@ class GenerationFailed(Exception):
     """A request ends with an error of the engine or of the group; the message is for the client."""
 
 
+class RequestTimedOut(GenerationFailed):
+    """It took longer than a request may."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"the request took longer than the {timeout_s:g} s that one may take (request_timeout)"
+        )
+
+
 class QueueFull(Exception):
     """More requests wait than are allowed."""
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -109,6 +116,20 @@ class Submission:
         if (choice := self.open.get(index)) is not None:
             self._client.abort([choice], "stop")
 
+    def abort(self) -> None:
+        """End what is still open here and on the engines; each ends with the reason "abort"."""
+        choices = list(self.open.values())
+        self.close()
+        for choice in choices:
+            ending = TokenOutput(
+                request_id=choice.request_id,
+                epoch=choice.epoch,
+                output_index=choice.next_output_index,
+                token_ids=[],
+                finish_reason="abort",
+            )
+            self.put((choice.index, ending))
+
     def close(self) -> None:
         """Abort what is still open. Safe to call twice."""
         if self.open:
@@ -137,7 +158,7 @@ class EngineClient:
         """Most prompt plus output tokens of one request; 0 until the ranks are ready."""
         self.num_kv_blocks = 0
         """Per rank; 0 until the ranks are ready."""
-        self._finishes: list[float] = []
+        self._drain_rate = DrainRate()
 
     # From the engines ----------------------------------------------------------------------------
 
@@ -221,8 +242,7 @@ class EngineClient:
         choice.load = 0
         now = time.monotonic()
         self._metrics.on_finish(choice.rank, reason, choice.submitted_at, now)
-        self._finishes.append(now)
-        del self._finishes[:-100]
+        self._drain_rate.on_end(now)
 
     # To the engines ------------------------------------------------------------------------------
 
@@ -306,20 +326,12 @@ class EngineClient:
         num_slots = scheduler.max_num_seqs * self._num_ranks
         num_waiting = max(0, len(self._choices) - num_slots)
         if num_waiting and num_waiting + num_new > scheduler.max_num_queued_requests:
+            most = scheduler.max_num_queued_requests
             raise QueueFull(
-                f"{num_waiting} requests wait already, and at most "
-                f"{scheduler.max_num_queued_requests} may (max_num_queued_requests). Try again "
-                "later.",
-                self._retry_after_s(num_waiting),
+                f"{num_waiting} requests wait already, and at most {most} may "
+                "(max_num_queued_requests). Try again later.",
+                self._drain_rate.retry_after_s(num_waiting + num_new - most, time.monotonic()),
             )
-
-    def _retry_after_s(self, num_waiting: int) -> int:
-        """Seconds until the queue should have drained, by the last finishes."""
-        if len(self._finishes) < 2:
-            return MIN_RETRY_AFTER_S
-        span_s = time.monotonic() - self._finishes[0]
-        estimate = num_waiting * span_s / len(self._finishes)
-        return int(min(max(estimate, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S))
 
     def abort(self, choices: Sequence[OpenChoice], reason: str) -> None:
         """Free these on their ranks; nothing more of them will be routed."""

@@ -168,6 +168,7 @@ class Frontend:
             channel.close()
 
     def _uvicorn_config(self) -> uvicorn.Config:
+        tls = self._config.server.tls
         return uvicorn.Config(
             create_app(self._state),
             http=HttpProtocol,
@@ -176,6 +177,7 @@ class Frontend:
             log_config=None,
             access_log=self._config.server.access_log,
             server_header=False,
+            ssl_context_factory=None if tls is None else lambda *_: tls.context(),
             timeout_keep_alive=KEEP_CONNECTION_S,
             timeout_graceful_shutdown=CLOSE_S,
         )

@@ -22,8 +22,8 @@ class RankHealth:
 
 
 class Health:
-    """Changed by the front end alone. Phases only go forward: once draining or failed, the daemon
-    is never ready again.
+    """Changed by the front end alone. Once it is leaving or has failed, the daemon is never ready
+    again; a drain that was asked for while it serves can be taken back.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -32,6 +32,7 @@ class Health:
         self.has_tokenizer = False
         self.ranks = [RankHealth(rank) for rank in range(num_ranks)]
         self._reason = ""
+        self._is_leaving = False
 
     @property
     def is_ready(self) -> bool:
@@ -55,8 +56,25 @@ class Health:
             self.phase = Phase.READY
             self.has_started = True
 
+    def hold(self) -> bool:
+        """No new requests until `release`; open ones go on. False when none are served anyway."""
+        if self.phase is Phase.READY:
+            self.phase = Phase.DRAINING
+            self._reason = (
+                "the server was asked to drain and takes no new requests until it resumes"
+            )
+        return self.phase is Phase.DRAINING
+
+    def release(self) -> bool:
+        """Ready again after `hold`. False where there is no way back, or not yet one."""
+        if self.phase is Phase.DRAINING and not self._is_leaving:
+            self.phase = Phase.READY
+            self._reason = ""
+        return self.is_ready
+
     def drain(self) -> None:
-        """No new requests from now on; open ones go on."""
+        """No new requests from now on; open ones go on, and then the daemon leaves."""
+        self._is_leaving = True
         if self.phase is not Phase.FAILED:
             self.phase = Phase.DRAINING
             self._reason = "the server is shutting down and takes no new requests"

@@ -121,7 +121,8 @@ def runtime_folder() -> Iterator[str]:
 def log_progress(config: EngineConfig, http_socket: socket.socket, message: FromFrontend) -> None:
     """Say in the log what the front end has reported."""
     host, port = http_socket.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if config.server.tls is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     if isinstance(message, Serving):
         logger.info("listening on %s, loading the model", url)
     elif isinstance(message, GroupReady):

@@ -10,6 +10,16 @@ duplicates and what an older epoch sent.
 import msgspec
 
 
+class ReasoningLimit(msgspec.Struct, frozen=True):
+    """How much an output may reason before its end is written for it."""
+
+    begin_id: int | None
+    """The token that begins the reasoning; None: the prompt has begun it."""
+    end_ids: list[int]
+    """Tokens that end it; the first is the one that is written."""
+    max_tokens: int
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """How to choose tokens. Every value is validated and final: the engine applies no defaults of
     its own.
@@ -47,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     """
     grammar: str | None = None
     """What the output must follow, as llguidance reads it; then only an end token comes."""
+    reasoning_limit: ReasoningLimit | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
@@ -118,7 +129,9 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """Index of `token_ids[0]` among the request's output tokens."""
     token_ids: list[int]
     finish_reason: str | None = None
-    """"stop" (a stop token), "length", or "error"; None while it goes on."""
+    """"stop" (a stop token), "length", or "error"; None while it goes on. The front end alone says
+    "abort", where somebody has asked for it.
+    """
     stop_token_id: int | None = None
     """The stop token that ended it: also the last of `token_ids`."""
     error: str | None = None

@@ -139,6 +139,10 @@ class Metrics:
         self._finished.labels(self._model_name, str(rank), reason).inc()
         self._latency[rank].observe(now - submitted_at)
 
+    def stats_of(self, rank: int) -> RankStats | None:
+        """What a rank has reported last."""
+        return self._stats.get(rank)
+
     def render(self) -> bytes:
         """The page, in Prometheus text format."""
         return generate_latest(self.registry)

@@ -13,6 +13,7 @@ from moed.config.weight_bytes import (
     moe_layers,
     shared_intermediate_size,
 )
+from moed.config.windows import Window
 from moed.moe.experts import SWIGLU, Activation
 from moed.moe.rotary import Rotary, make_rotary
 from moed.moe.router import RouterSpec
@@ -63,12 +64,10 @@ class DecoderFeatures:
     attention_bias: bool = False
     """Of Q, K and V; with latent attention, of what compresses them."""
     attention_output_bias: bool = False
-    sliding_window: int | None = None
-    sliding_layers: tuple[bool, ...] | None = None
-    """By layer: whether it slides; None: all do, where there is a window."""
-    is_window_aligned: bool = False
-    """Windows do not slide: they lie side by side, and a token sees what is before it in its own.
-    """
+    window: Window | None = None
+    """None: a token sees all before it."""
+    window_layers: tuple[bool, ...] | None = None
+    """By layer: whether it has the window; None: all have, where there is one."""
     rotary_layers: tuple[bool, ...] | None = None
     """By layer: whether queries and keys are rotated; None: in all."""
     temperature: Temperature | None = None
@@ -188,6 +187,12 @@ def flag(config: Mapping[str, Any], name: str, otherwise: bool = False) -> bool:
 def number(config: Mapping[str, Any], name: str, otherwise: float) -> float:
     value = config.get(name)
     return otherwise if value is None else float(value)
+
+
+def sliding(config: Mapping[str, Any]) -> Window | None:
+    """Of families all of whose layers slide."""
+    size = config.get("sliding_window")
+    return None if size is None else Window(int(size))
 
 
 def refuse_sliding(config: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
-from moed.config.kv_layout import rotary_layers, sliding_layers
+from moed.config.windows import rotary_layers, window_layers
 from moed.moe.families.features import (
     DecoderFeatures,
     Family,
@@ -24,7 +24,7 @@ def _llama4(model: ModelConfig, max_length: int) -> DecoderFeatures:
             f"num_experts_per_tok {model.top_k} of a {model.model_type} model is not served; "
             "served is 1, since a row travels once and can be scaled once"
         )
-    sliding = sliding_layers(model)
+    windows = window_layers(model)
     has_bias = flag(config, "attention_bias")
     return DecoderFeatures(
         **common(model, max_length, theta=5e5, eps=1e-5, is_interleaved=True),
@@ -38,10 +38,9 @@ def _llama4(model: ModelConfig, max_length: int) -> DecoderFeatures:
         ),
         attention_bias=has_bias,
         attention_output_bias=has_bias,
-        sliding_window=None if sliding is None else sliding.window,
-        sliding_layers=None if sliding is None else sliding.slides,
-        is_window_aligned=True,
-        rotary_layers=rotary_layers(model),
+        window=None if windows is None else windows.window,
+        window_layers=None if windows is None else windows.has_window,
+        rotary_layers=tuple(rotary_layers(model)),
         temperature=(
             Temperature(
                 step=int(number(config, "floor_scale", 8192)),

@@ -10,6 +10,7 @@ from moed.moe.families.features import (
     common,
     flag,
     number,
+    sliding,
 )
 from moed.moe.router import RouterSpec, Scoring
 
@@ -34,7 +35,7 @@ def _phimoe(model: ModelConfig, max_length: int) -> DecoderFeatures:
         ),
         attention_bias=has_bias,
         attention_output_bias=has_bias,
-        sliding_window=config.get("sliding_window"),
+        window=sliding(config),
         has_layer_norm=True,
         has_head_bias=flag(config, "lm_head_bias"),
     )

@@ -10,6 +10,7 @@ from moed.moe.families.features import (
     common,
     flag,
     refuse_sliding,
+    sliding,
 )
 from moed.moe.router import RouterSpec
 
@@ -32,7 +33,7 @@ def _qwen3_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
         query_key_norm=QueryKeyNorm.HEAD,
         attention_bias=flag(config, "attention_bias"),
         attention_output_bias=flag(config, "attention_bias"),
-        sliding_window=config.get("sliding_window") if config.get("use_sliding_window") else None,
+        window=sliding(config) if config.get("use_sliding_window") else None,
     )
 
 

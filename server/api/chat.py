@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moed.server.api.answer_plan import AnswerPlan, offered_tools, plan_answer
+from moed.server.api.bodies.chat import ChatBody
 from moed.server.api.chat_output import ChatOutput
 from moed.server.api.choice_text import Token
 from moed.server.api.completions import check_num_choices
@@ -25,8 +26,7 @@ from moed.server.api.generation import (
 )
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import ChatLogprobs, chat_logprobs
-from moed.server.api.parameters import Defaults, Ignored, Sampling, check_unknown, make_sampling
-from moed.server.api.requests import ChatBody
+from moed.server.api.parameters import Defaults, Sampling, make_sampling
 from moed.server.api.respond import respond
 from moed.server.api.responses import (
     ChatChoice,
@@ -37,6 +37,7 @@ from moed.server.api.responses import (
 )
 from moed.server.api.state import AppState
 from moed.server.api.structured import asked_grammar, engine_grammar
+from moed.server.api.unknown_parameters import Ignored, check_unknown
 
 KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
@@ -45,14 +46,14 @@ CHUNK_KIND = "chat.completion.chunk"
 def chat_router(state: AppState) -> APIRouter:
     router = APIRouter(tags=["chat"], route_class=JsonRoute)
     defaults = Defaults.of(state.config)
+    timeout_s = state.config.server.request_timeout_s
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         events = stream_chat if body.stream else None
-        return await respond(
-            request, start_chat(state, request, body, defaults), events, whole_chat
-        )
+        start = start_chat(state, request, body, defaults)
+        return await respond(request, start, events, whole_chat, timeout_s)
 
     return router
 
@@ -74,6 +75,40 @@ async def rendered_chat(body: ChatBody, state: AppState) -> tuple[str, PromptTok
     return text, prompt
 
 
+@dataclass(frozen=True)
+class PreparedChat:
+    """A request, checked and rendered: what is left is to generate."""
+
+    prompt: PromptTokens
+    sampling: Sampling
+    ignored: Ignored
+    plan: AnswerPlan
+
+
+async def prepare_chat(
+    state: AppState, body: ChatBody, defaults: Defaults, *, is_cut_to_context: bool = False
+) -> PreparedChat:
+    """`is_cut_to_context`: the output may be shorter than was asked for, where the context ends.
+    Raises `ApiError` or `TemplateFailed`.
+    """
+    served_model(body.model, state)
+    ignored = check_unknown(body, state.config)
+    check_num_choices(body.n or 1, state)
+    sampling = make_sampling(body, state.config, defaults, state.context_length)
+    if is_cut_to_context:
+        sampling = sampling.cut_to_context()
+    sampling = without_bad_words(sampling, body, state)
+    asked, tools = asked_grammar(body, state), offered_tools(body)
+    text, prompt = await rendered_chat(body, state)
+    plan = plan_answer(body, tools, text, asked, state.tools)
+    if plan.question is not None:
+        grammar = await engine_grammar(plan.question, plan.param, state)
+        sampling = sampling.with_grammar(grammar)
+    if plan.limit is not None:
+        sampling = sampling.with_reasoning_limit(plan.limit)
+    return PreparedChat(prompt, sampling, replace(ignored, notes=plan.notes), plan)
+
+
 async def start_chat(
     state: AppState,
     request: Request,
@@ -83,24 +118,18 @@ async def start_chat(
     *,
     is_cut_to_context: bool = False,
 ) -> "ChatGeneration":
-    """Check, render and submit. `is_cut_to_context`: the output may be shorter than was asked for,
-    where the context ends. Raises `ApiError` or `TemplateFailed`.
-    """
-    served_model(body.model, state)
-    ignored = check_unknown(body, state.config)
-    check_num_choices(body.n or 1, state)
-    sampling = make_sampling(body, state.config, defaults, state.context_length)
-    if is_cut_to_context:
-        sampling = sampling.cut_to_context()
-    sampling = without_bad_words(sampling, body, state)
-    asked, tools = asked_grammar(body), offered_tools(body)
-    text, prompt = await rendered_chat(body, state)
-    plan = plan_answer(body, tools, text, asked, state.tools)
-    if plan.question is not None:
-        grammar = await engine_grammar(plan.question, plan.param, state)
-        sampling = sampling.with_grammar(grammar)
-    told = replace(ignored, notes=plan.notes)
-    return ChatGeneration(state, request, body, prompt, sampling, told, plan, id_prefix)
+    """Prepare and submit. Raises `ApiError` or `TemplateFailed`."""
+    prepared = await prepare_chat(state, body, defaults, is_cut_to_context=is_cut_to_context)
+    return ChatGeneration(
+        state,
+        request,
+        body,
+        prepared.prompt,
+        prepared.sampling,
+        prepared.ignored,
+        prepared.plan,
+        id_prefix,
+    )
 
 
 class ChatGeneration(Generation):
@@ -126,7 +155,7 @@ class ChatGeneration(Generation):
 
     @property
     def usage(self) -> Usage:
-        usage = super().usage
+        usage = self.plain_usage()
         num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
         usage.completion_tokens_details = CompletionTokensDetails(num_reasoning)
         return usage
@@ -135,7 +164,9 @@ class ChatGeneration(Generation):
 def _logprobs(generation: Generation, tokens: list[Token]) -> ChatLogprobs | None:
     body = generation.body
     assert isinstance(body, ChatBody)
-    return chat_logprobs(tokens, generation.state.tools.tokenizer) if body.logprobs else None
+    if not body.logprobs:
+        return None
+    return chat_logprobs(tokens, generation.token_name, generation.state.tools.tokenizer)
 
 
 def _token_ids(generation: Generation, tokens: list[Token]) -> Any:

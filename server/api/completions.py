@@ -9,6 +9,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moed.server.api.bodies.completion import CompletionBody
 from moed.server.api.choice_text import Piece, Token
 from moed.server.api.errors import ContextLengthExceeded, InvalidRequest
 from moed.server.api.event_stream import DONE, event
@@ -25,16 +26,16 @@ from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import CompletionLogprobs, completion_logprobs
 from moed.server.api.parameters import (
     Defaults,
+    Sampling,
     check_num_tokens,
     check_token_ids,
-    check_unknown,
     make_sampling,
 )
-from moed.server.api.requests import CompletionBody
 from moed.server.api.respond import respond
 from moed.server.api.responses import CompletionChoice
 from moed.server.api.state import AppState
 from moed.server.api.structured import asked_grammar, engine_grammar
+from moed.server.api.unknown_parameters import Ignored, check_unknown
 from moed.server.grammar_checker import Question
 
 KIND = "text_completion"
@@ -43,28 +44,36 @@ KIND = "text_completion"
 def completions_router(state: AppState) -> APIRouter:
     router = APIRouter(tags=["completions"], route_class=JsonRoute)
     defaults = Defaults.of(state.config)
+    timeout_s = state.config.server.request_timeout_s
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         """Continue one or several prompts."""
 
         async def start() -> Generation:
-            served_model(body.model, state)
-            ignored = check_unknown(body, state.config)
-            sampling = make_sampling(body, state.config, defaults, state.context_length)
-            sampling = without_bad_words(sampling, body, state)
-            asked = asked_grammar(body)
-            prompts = await read_prompts(body, state)
-            if asked is not None:
-                question = Question(asked.kind, asked.source)
-                grammar = await engine_grammar(question, asked.param, state)
-                sampling = sampling.with_grammar(grammar)
+            prompts, sampling, ignored = await prepare_completion(state, body, defaults)
             return Generation(state, request, body, prompts, sampling, ignored, "cmpl-")
 
         events = stream_completion if body.stream else None
-        return await respond(request, start(), events, whole_completion)
+        return await respond(request, start(), events, whole_completion, timeout_s)
 
     return router
+
+
+async def prepare_completion(
+    state: AppState, body: CompletionBody, defaults: Defaults
+) -> tuple[list[PromptTokens], Sampling, Ignored]:
+    """A request, checked: what is left is to generate. Raises `ApiError`."""
+    served_model(body.model, state)
+    ignored = check_unknown(body, state.config)
+    sampling = make_sampling(body, state.config, defaults, state.context_length)
+    sampling = without_bad_words(sampling, body, state)
+    asked = asked_grammar(body, state)
+    prompts = await read_prompts(body, state)
+    if asked is not None:
+        question = Question(asked.kind, asked.source)
+        sampling = sampling.with_grammar(await engine_grammar(question, asked.param, state))
+    return prompts, sampling, ignored
 
 
 async def read_prompts(body: CompletionBody, state: AppState) -> list[PromptTokens]:
@@ -143,7 +152,7 @@ def _logprobs(
 ) -> CompletionLogprobs | None:
     if body.logprobs is None:
         return None
-    return completion_logprobs(tokens, generation.state.tools.tokenizer)
+    return completion_logprobs(tokens, generation.token_name)
 
 
 def whole_completion(generation: Generation) -> Response:

@@ -1,5 +1,6 @@
 """Every error that a client can get, in OpenAI's envelope, and the one place that maps to it."""
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -13,13 +14,22 @@ from starlette.types import Receive, Scope, Send
 from moed.server.api.request_ids import SCOPE_KEY
 from moed.server.api.validation import first_problem
 from moed.server.chat_template import TemplateFailed
-from moed.server.engine_client import GenerationFailed, QueueFull
+from moed.server.engine_client import GenerationFailed, QueueFull, RequestTimedOut
 
-# Clients show messages to people and put them in logs; one never quotes a whole request.
+# Clients show messages to people and put them in logs; one never quotes a whole request. Bytes of
+# JSON: with everything around it, a body stays below 4 kB.
 MAX_MESSAGE_BYTES = 3000
+MAX_PARAM_BYTES = 300
+# Clients would send the same again by themselves.
+NOT_AGAIN = {"x-should-retry": "false"}
 MESSAGES_PATH = "/v1/messages"
 # Where Anthropic's words for a status are not OpenAI's.
-MESSAGES_ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error"}
+MESSAGES_ERROR_TYPES = {
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    504: "timeout_error",
+}
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -76,6 +86,12 @@ class InvalidApiKey(ApiError):
     code = "invalid_api_key"
 
 
+class Forbidden(ApiError):
+    status = 403
+    type = "permission_error"
+    code = "admin_key_required"
+
+
 class NotFound(InvalidRequest):
     status = 404
 
@@ -83,6 +99,14 @@ class NotFound(InvalidRequest):
 class MethodNotAllowed(InvalidRequest):
     status = 405
     code = "method_not_allowed"
+
+
+class Conflict(InvalidRequest):
+    status = 409
+    code = "conflict"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers=NOT_AGAIN)
 
 
 class BodyTimeout(InvalidRequest):
@@ -115,21 +139,27 @@ class InternalError(ApiError):
     code = "internal_error"
 
 
+class TimedOut(ApiError):
+    status = 504
+    code = "request_timeout"
+
+
 class Unavailable(ApiError):
     status = 503
     type = "overloaded_error"
 
-    def __init__(self, message: str, retry_after_s: int, code: str | None = None) -> None:
+    def __init__(self, message: str, retry_after_s: float, code: str | None = None) -> None:
         super().__init__(message, code=code)
-        self.headers["Retry-After"] = str(retry_after_s)
+        self.headers["Retry-After"] = str(math.ceil(retry_after_s))
+        # What `openai` and `anthropic` look at first.
+        self.headers["retry-after-ms"] = str(math.ceil(1000 * retry_after_s))
 
 
 def envelope(error: ApiError) -> bytes:
     """The JSON body."""
-    message = _shorten(error.message)
-    return msgspec.json.encode(
-        ErrorEnvelope(ErrorBody(message, error.type, error.param, error.code))
-    )
+    message = shorten(error.message, MAX_MESSAGE_BYTES)
+    param = None if error.param is None else shorten(error.param, MAX_PARAM_BYTES)
+    return msgspec.json.encode(ErrorEnvelope(ErrorBody(message, error.type, param, error.code)))
 
 
 def is_messages_path(path: str) -> bool:
@@ -140,15 +170,23 @@ def is_messages_path(path: str) -> bool:
 def messages_envelope(error: ApiError, request_id: str | None) -> bytes:
     """The JSON body in Anthropic's protocol."""
     kind = MESSAGES_ERROR_TYPES.get(error.status, error.type)
-    body = {"type": kind, "message": _shorten(error.message)}
+    body = {"type": kind, "message": shorten(error.message, MAX_MESSAGE_BYTES)}
     return msgspec.json.encode({"type": "error", "error": body, "request_id": request_id})
 
 
-def _shorten(message: str) -> str:
-    encoded = message.encode(errors="replace")
-    if len(encoded) <= MAX_MESSAGE_BYTES:
-        return message
-    return encoded[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"
+def shorten(text: str, max_bytes: int) -> str:
+    """`text`, or its beginning, in at most `max_bytes` of JSON (and a mark that it was cut)."""
+    text = text.encode(errors="replace").decode()
+    if _num_json_bytes(text) <= max_bytes:
+        return text
+    text = text[:max_bytes]
+    while _num_json_bytes(text) > max_bytes:
+        text = text[: min(len(text) - 1, len(text) * max_bytes // _num_json_bytes(text))]
+    return text + "…"
+
+
+def _num_json_bytes(text: str) -> int:
+    return len(msgspec.json.encode(text)) - 2
 
 
 class ErrorResponse(Response):
@@ -185,9 +223,11 @@ def to_api_error(error: Exception, method: str = "", path: str = "") -> ApiError
             )
         case QueueFull():
             return Unavailable(str(error), error.retry_after_s)
+        case RequestTimedOut():
+            return TimedOut(str(error), headers=NOT_AGAIN)
         case GenerationFailed():
             # The same request would fail again, or has cost its work already.
-            return ApiError(str(error), code="engine_error", headers={"x-should-retry": "false"})
+            return ApiError(str(error), code="engine_error", headers=NOT_AGAIN)
         case HTTPException(status_code=404):
             return NotFound(f"there is no route {method} {path}", code="unknown_url")
         case HTTPException(status_code=405):

@@ -16,6 +16,8 @@ from moed.server.api.event_stream import ClientLeft
 # The client is gone; nobody reads this answer.
 CLIENT_CLOSED_REQUEST = 499
 MAX_VALUES = 1_000_000
+# Values inside of values; what works with a body calls itself for each.
+MAX_DEPTH = 128
 # Once escapes are gone.
 STRING = re.compile(rb'"[^"]*"')
 
@@ -24,12 +26,33 @@ class JsonRequest(Request):
     """Takes RFC 8259 and nothing else: no NaN, no lone surrogates, no invalid UTF-8."""
 
     async def json(self) -> Any:
+        body = await self.body()
         try:
-            return msgspec.json.decode(await self.body())
+            value = msgspec.json.decode(body)
         except RecursionError:
-            raise json.JSONDecodeError("nested too deeply", "", 0) from None
+            raise too_deep() from None
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise json.JSONDecodeError(str(error), "", 0) from None
+        if body.count(b"[") + body.count(b"{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
+            raise too_deep()
+        return value
+
+
+def too_deep() -> json.JSONDecodeError:
+    return json.JSONDecodeError(f"it is nested more than {MAX_DEPTH} levels deep", "", 0)
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether objects and arrays lie more than `depth` deep in each other."""
+    level = [value]
+    for _ in range(depth + 1):
+        containers = [entry for entry in level if isinstance(entry, dict | list)]
+        level = []
+        for entry in containers:
+            level.extend(entry.values() if isinstance(entry, dict) else entry)
+        if not level:
+            return False
+    return True
 
 
 def check_num_values(body: bytes) -> None:

@@ -12,7 +12,10 @@ from moed.server.metrics import CONTENT_TYPE
 
 READINESS_PATHS = ("/readyz", "/ready", "/health", "/ping")
 PROBE_PATHS = frozenset({"/livez", "/startupz", *READINESS_PATHS})
-ALWAYS_ANSWERED = PROBE_PATHS | {"/version", "/metrics", "/openapi.json"}
+ALWAYS_ANSWERED = PROBE_PATHS | {
+    *("/version", "/metrics", "/openapi.json", "/server_info", "/v1/loads", "/v1/abort"),
+    *("/admin/drain", "/admin/resume"),
+}
 
 
 def probes_router(state: AppState) -> APIRouter:
@@ -41,7 +44,6 @@ def probes_router(state: AppState) -> APIRouter:
     for path, answer in answers.items():
         named = path not in READINESS_PATHS[1:]
         router.add_api_route(path, answer, methods=["GET"], include_in_schema=named)
-        router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
     @router.get("/version")
     async def version(request: Request) -> Response:

@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from moed.config.engine_config import EngineConfig
-from moed.server.chat_template import ChatTemplate, tokenizer_info
+from moed.server.api.open_generations import OpenGenerations
+from moed.server.chat_template import ChatTemplate
 from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
@@ -20,6 +21,7 @@ from moed.server.parsers.registry import (
     tool_format,
 )
 from moed.server.tokenizer import TextTokenizer
+from moed.server.tokenizer_info import tokenizer_info
 from moed.server.tool_round_trip import reads_back
 
 
@@ -72,7 +74,7 @@ class TextTools:
     is_read_back: bool
     """False when the template writes calls that the parser does not read."""
     info: Mapping[str, Any]
-    """What the checkpoint says of its tokenizer."""
+    """Of the tokenizer, for clients."""
 
     @classmethod
     def load(cls, config: EngineConfig) -> "TextTools":
@@ -81,13 +83,14 @@ class TextTools:
         template = ChatTemplate.load(folder)
         source = "" if template is None else template.source
         tools = tool_format(server.tool_call_parser, source)
+        tokenizer = TextTokenizer.load(folder)
         return cls(
-            TextTokenizer.load(folder),
+            tokenizer,
             template,
             tools,
             reasoning_format(server.reasoning_parser, source),
             template is None or tools is None or reads_back(template, tools),
-            tokenizer_info(folder),
+            tokenizer_info(folder, tokenizer, template, config.model.eos_token_ids),
         )
 
 
@@ -102,6 +105,7 @@ class AppState:
     grammars: GrammarChecker
     text: TextTools | None = None
     open_requests: OpenRequests = field(default_factory=OpenRequests)
+    generations: OpenGenerations = field(default_factory=OpenGenerations)
     created_at: int = field(default_factory=lambda: int(time.time()))
     version: str = field(default_factory=lambda: installed_version("moed") or "0+unknown")
 

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's shapes."""
+"""`POST /tokenize` and `/detokenize` and `GET /tokenizer_info`, in vLLM's shapes."""
 
 import asyncio
 from typing import Any
@@ -8,13 +8,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moed.server.api.bodies.tokenization import DetokenizeBody, TokenizeBody
 from moed.server.api.completions import check_length
 from moed.server.api.conversation import render
 from moed.server.api.errors import InvalidRequest
 from moed.server.api.generation import encode_all, served_model
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.parameters import check_token_ids
-from moed.server.api.requests import DetokenizeBody, TokenizeBody
 from moed.server.api.state import AppState
 
 MAX_INLINE_TOKENS = 4096
@@ -55,7 +55,7 @@ def tokenization_router(state: AppState) -> APIRouter:
 
     @router.get("/tokenizer_info")
     async def info(request: Request) -> Response:
-        """What the checkpoint says of its tokenizer, its chat template included."""
+        """The tokenizer's configuration and the chat template."""
         return _json(state.tools.info)
 
     return router

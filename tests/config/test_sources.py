@@ -33,7 +33,7 @@ def sample(setting: Setting) -> tuple[str, Any]:
         return "text", "text"
     if setting.annotation in (float, float | None):
         return ("0.5", 0.5) if setting.option.maximum == 1 else ("7.5", 7.5)
-    number = int(setting.option.minimum or 0) + 7
+    number = int(setting.option.maximum or (setting.option.minimum or 0) + 7)
     return str(number), number
 
 

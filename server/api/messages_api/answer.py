@@ -136,7 +136,10 @@ def _ending(generation: ChatGeneration) -> dict[str, Any]:
     reason = generation.outputs[0].finish_reason
     if isinstance(text.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": text.stop_reason}
-    if reason == "length":
+    if reason == "abort":
+        # The protocol has no word for it; this one says that there was more to come.
+        named = "max_tokens"
+    elif reason == "length":
         most = generation.body.max_tokens
         is_whole = most is None or text.num_tokens >= most
         named = "max_tokens" if is_whole else "model_context_window_exceeded"

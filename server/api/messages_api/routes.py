@@ -21,6 +21,7 @@ from moed.server.api.state import AppState
 def messages_router(state: AppState) -> APIRouter:
     router = APIRouter(tags=["messages"], route_class=JsonRoute)
     defaults = Defaults.of(state.config)
+    timeout_s = state.config.server.request_timeout_s
 
     @router.post(MESSAGES_PATH)
     async def create_message(body: MessagesBody, request: Request) -> Response:
@@ -35,7 +36,7 @@ def messages_router(state: AppState) -> APIRouter:
             return message_error(error, request.scope.get(SCOPE_KEY))
 
         events = stream_message if body.stream else None
-        return await respond(request, start(), events, whole_message, error_event)
+        return await respond(request, start(), events, whole_message, timeout_s, error_event)
 
     @router.post(MESSAGES_PATH + "/count_tokens")
     async def count_tokens(body: CountBody, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """A chat's answer as a response with output items, whole and as events."""
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,20 +14,21 @@ from moed.server.api.event_stream import named_event, streamed_error
 from moed.server.api.generation import Generation
 from moed.server.api.responses_api.body import ResponsesBody
 from moed.server.api.responses_api.conversation import items_of
-from moed.server.api.responses_api.store import ResponseStore, Stored
+from moed.server.api.responses_api.store import Stored
 
 Item = dict[str, Any]
+Keep = Callable[[str, Stored], None]
 ID_PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
 class ResponseAnswer:
     """One request's answer. It is stored when it has ended, and was asked to be kept."""
 
-    def __init__(self, body: ResponsesBody, history: Sequence[Item], store: ResponseStore) -> None:
+    def __init__(self, body: ResponsesBody, history: Sequence[Item], keep: Keep) -> None:
         """`history`: items before the body's own."""
         self._body = body
         self._history = history
-        self._store = store
+        self._keep = keep
         self._num_events = 0
 
     def whole(self, generation: Generation) -> Response:
@@ -121,11 +122,11 @@ class ResponseAnswer:
         answer["usage"] = _usage(generation)
         answer["completed_at"] = int(time.time())
         if status == "incomplete":
-            answer["incomplete_details"] = {"reason": "max_output_tokens"}
+            answer["incomplete_details"] = {"reason": CUT[generation.choices[0].text.finish_reason]}
         if self._body.store is not False:
             conversation = [*self._history, *items_of(self._body.input), *items]
             stored = Stored(msgspec.json.encode(answer), msgspec.json.encode(conversation))
-            self._store.put(generation.id, stored)
+            self._keep(generation.id, stored)
         return answer
 
     def _response(self, generation: ChatGeneration, status: str, items: list[Item]) -> Item:
@@ -161,6 +162,8 @@ class ResponseAnswer:
         }
 
 
+# Of answers that have not ended by themselves: what clients are told.
+CUT: dict[str | None, str] = {"length": "max_output_tokens", "abort": "aborted"}
 TEXT_EVENTS = {
     Kind.REASONING: ("response.reasoning_text", "text"),
     Kind.TEXT: ("response.output_text", "text"),
@@ -170,7 +173,7 @@ TEXT_EVENTS = {
 
 def _status(generation: ChatGeneration) -> str:
     """Of an answer that has ended."""
-    is_cut = generation.choices[0].text.finish_reason == "length"
+    is_cut = generation.choices[0].text.finish_reason in CUT
     return "incomplete" if is_cut else "completed"
 
 

@@ -115,7 +115,9 @@ def engine_config(
             gpu_memory_utilization=0.9,
             enable_prefix_caching=enable_prefix_caching,
         ),
-        runner=RunnerConfig(attention_backend="sdpa", graph_buckets=graph_buckets),
+        runner=RunnerConfig(
+            attention_backend="sdpa", cpu_kernels="auto", graph_buckets=graph_buckets
+        ),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,
@@ -128,6 +130,10 @@ def engine_config(
             tool_call_parser="auto",
             reasoning_parser="auto",
             max_request_bytes=1_000_000,
+            admin_api_keys=(),
+            request_timeout_s=None,
+            tls=None,
+            cors=None,
         ),
         fault_injection=fault_injection,
     )

@@ -237,14 +237,9 @@ def test_latent_attention_over_processes(
 
 
 @pytest.mark.parametrize(
-    ("family", "with_graphs"),
-    [
-        ("gpt_oss", False),
-        ("gpt_oss", True),
-        pytest.param("llama4_text", True, marks=pytest.mark.slow),
-    ],
+    ("family", "with_graphs"), [("gpt_oss", False), ("gpt_oss", True), ("llama4_text", False)]
 )
-def test_layers_that_slide_over_processes(
+def test_layers_with_windows_over_processes(
     tmp_path_factory: pytest.TempPathFactory,
     workers: Callable[[int], WorkerPool],
     family: str,

@@ -37,6 +37,10 @@ SERVER = ServerConfig(
     tool_call_parser="auto",
     reasoning_parser="auto",
     max_request_bytes=1_000_000,
+    admin_api_keys=(),
+    request_timeout_s=None,
+    tls=None,
+    cors=None,
 )
 
 
@@ -102,6 +106,6 @@ def frontend_config(
             gpu_memory_utilization=0.9,
             enable_prefix_caching=True,
         ),
-        runner=RunnerConfig(attention_backend="sdpa", graph_buckets=()),
+        runner=RunnerConfig(attention_backend="sdpa", cpu_kernels="auto", graph_buckets=()),
         server=dataclasses.replace(SERVER, **server),
     )

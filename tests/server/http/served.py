@@ -4,6 +4,7 @@ import asyncio
 import json
 import multiprocessing
 import socket
+import ssl
 import tempfile
 import threading
 import time
@@ -33,9 +34,11 @@ class Served:
         address = f"ipc://{self._folder.name}/engines"
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self._socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        tls = config.server.tls
+        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}"
+        trust = ssl.create_default_context(cafile=None if tls is None else tls.certfile)
         limits = httpx.Limits(max_connections=200)
-        self.http = httpx.Client(base_url=self.url, timeout=20, limits=limits)
+        self.http = httpx.Client(base_url=self.url, timeout=20, limits=limits, verify=trust)
         self.pipe, far_end = multiprocessing.Pipe()
         self._frontend = Frontend(config, self._socket, address, far_end)
         self.error: BaseException | None = None

@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from moed.config.errors import ModelError
+from moed.server.api.bodies.conversation import Message
 from moed.server.api.conversation import template_message
-from moed.server.api.requests import Message
 from moed.server.chat_template import ChatTemplate, TemplateFailed
 from tests.server.http.checkpoints import byte_level_tokenizer, write_checkpoint
 

@@ -301,17 +301,17 @@ def stored(size: int) -> Stored:
 def test_the_store_forgets_the_oldest() -> None:
     store = ResponseStore(max_responses=3, max_bytes=100)
     for name in "abc":
-        store.put(name, stored(10))
-    store.get("a", None)  # used again, so b is the oldest
-    store.put("d", stored(10))
+        store.put("me", name, stored(10))
+    store.get("me", "a", None)  # used again, so b is the oldest
+    store.put("me", "d", stored(10))
     with pytest.raises(NotFound):
-        store.get("b", None)
-    assert store.get("a", None).history == []
-    store.put("e", stored(85))  # room for 15 more
+        store.get("me", "b", None)
+    assert store.get("me", "a", None).history == []
+    store.put("me", "e", stored(85))  # room for 15 more
     assert len(store) == 2
-    store.put("f", stored(101))
+    store.put("me", "f", stored(101))
     assert len(store) == 0
-    store.put("g", stored(100))
-    store.delete("g")
-    store.put("h", stored(100))
+    store.put("me", "g", stored(100))
+    store.delete("me", "g")
+    store.put("me", "h", stored(100))
     assert len(store) == 1
