@@ -42,7 +42,7 @@ from moed.moe.families.features import (
     QueryKeyNorm,
     Temperature,
 )
-from moed.moe.families.glm import DOTS1, GLM4_MOE
+from moed.moe.families.glm import DOTS1, GLM4_MOE, SOLAR_OPEN
 from moed.moe.families.gpt_oss import GPT_OSS
 from moed.moe.families.granite import GRANITE_MOE, GRANITE_MOE_SHARED
 from moed.moe.families.hunyuan import HUNYUAN
@@ -86,6 +86,7 @@ FAMILIES = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_vl_moe_text": QWEN3_VL_MOE,
+    "solar_open": SOLAR_OPEN,
 }
 
 
