@@ -79,7 +79,6 @@ MISSING_PARTS = MappingProxyType(
         "qwen4_exp_text": f"{_LINEAR}, {_INDEXER}, and {_STREAMS}",
         "sarvam_mla": _DECLARATION,
         "sarvam_moe": _DECLARATION,
-        "solar_open": _DECLARATION,
         "step3p5": _GATED,
         "switch_transformers": _ENCODER,
         "unlimited_ocr_text": "a window that keeps the whole prompt",

@@ -17,7 +17,7 @@ SERVED_MODEL_TYPES = (
     *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"),
     *("gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "kimi_k2"),
     *("llama4_text", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
-    *("glm4v_moe_text", "qwen3_vl_moe_text"),
+    *("glm4v_moe_text", "qwen3_vl_moe_text", "solar_open"),
 )
 # Of each expert, where config.json has other fields for it too.
 EXPERT_SIZE_FIELDS = {"hunyuan_v1_moe": ("intermediate_size",)}
