@@ -109,6 +109,7 @@ def one_rank(rank: int = 0, world_size: int = 1) -> Groups:
             world_size=world_size,
             device_type="cpu",
             local_rank=0,
+            is_single_node=False,
             tensor=None,
             tensor_size=1,
             tensor_rank=0,
