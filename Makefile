@@ -12,7 +12,7 @@ help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 # torch goes first and alone: its pin decides which build is taken, before anything else asks for "torch".
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard moe/native/*.h moe/native/*.cpp dist/host/*.cpp)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "moed needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -54,8 +54,8 @@ build: $(VENV)/.installed  ## wheel and sdist, into build/wheels (dist/ holds so
 bench: $(VENV)/.installed  ## load on the daemon: tokens/s, TTFT, inter-token latency (ARGS="--model DIR")
 	@$(BIN)/python -m tests.benchmarks.serving $(ARGS)
 
-gpu-check: $(VENV)/.installed  ## everything that needs a GPU, in one run
-	@$(BIN)/pytest -m gpu $(ARGS)
+gpu-check: $(VENV)/.installed  ## all that needs a GPU, within 8 minutes: kernels, models, speed, graphs (exit code 2: no GPU)
+	@$(BIN)/python -m tests.gpu.check $(ARGS)
 
 clean:  ## remove what the commands above made (never the source folder dist/)
 	@rm -rf build .links $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

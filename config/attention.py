@@ -13,7 +13,13 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 # Model types whose softmax has a learned score more for each head.
 WITH_SINKS = frozenset({"gpt_oss"})
+# Those with windows that do not slide.
+WITH_ALIGNED_WINDOWS = frozenset({"llama4_text"})
 
+SINK_MASK_NUMBERS = 2**26
+"""Of one mask for the query heads of a KV head, where each head has scores of its own in it."""
+LATENT_EXPANDED_BYTES = 64 * 2**20
+"""K and V that latent attention makes of a context at a time, for a group of heads."""
 WORKSPACE_BYTES = 512 * 2**20
 """Of all wrappers together: parts of sums, where a request's context is split over a GPU."""
 PLAN_BYTES = 8 * 2**20
@@ -51,6 +57,8 @@ def _obstacle(device: str, model: ModelConfig, machine: Machine) -> str | None:
         return f"{model.model} has latent attention (MLA), which torch computes here"
     if model.model_type in WITH_SINKS:
         return f"{model.model} has attention sinks, which torch computes here"
+    if model.model_type in WITH_ALIGNED_WINDOWS:
+        return f"{model.model} has windows side by side, which torch computes here"
     if model.dtype not in DTYPES:
         return f"it computes in {' or '.join(DTYPES)}, and dtype is {model.dtype}"
     if model.head_dim not in HEAD_DIMS:

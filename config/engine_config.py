@@ -180,10 +180,12 @@ class ModelConfig:
     moe_intermediate_size: int
     max_position_embeddings: int
     hf_config: Mapping[str, Any] = field(repr=False)
-    """config.json as read, for the family's own fields."""
+    """config.json as read, for the family's own fields; of a multimodal model the text part."""
     generation_config: Mapping[str, Any] = field(repr=False)
     """generation_config.json as read, or empty."""
     eos_token_ids: tuple[int, ...] = ()
+    whole_model_type: str | None = None
+    """Of the multimodal model whose text part this is; None: there are no other parts."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,8 @@ class RunnerConfig:
     """"sdpa" or "flashinfer"; or "auto": FlashInfer, if it works at the start on all ranks, else
     sdpa.
     """
+    cpu_kernels: str
+    """"native", "torch" or "auto": what computes on a CPU. Ranks may differ."""
     graph_buckets: tuple[int, ...]
     """Rows of the graphs that decode steps replay, none above B; empty: all steps are eager."""
 

@@ -1,7 +1,7 @@
 """What the KV cache of one rank costs, in blocks and bytes.
 
 A block holds `block_size` tokens. In a model where only some layers see the whole context, the
-others (a sliding window) have blocks of their own, and give back those that no later token sees.
+others (with a window) have blocks of their own, and give back those that no later token sees.
 They need so few that there are always enough: `max_window_blocks`.
 
 Legend: S requests, B tokens of a step, W window, K block size.
@@ -9,39 +9,9 @@ Legend: S requests, B tokens of a step, W window, K block size.
 
 from dataclasses import dataclass
 
-from moed.config.engine_config import EngineConfig, ModelConfig
+from moed.config.engine_config import EngineConfig
 from moed.config.weight_bytes import BYTES_PER_NUMBER, latent_attention, local_kv_heads
-
-# Model types some of whose layers slide, with the window where config.json does not say.
-SLIDING = {"gpt_oss": 128}
-
-
-@dataclass(frozen=True)
-class SlidingLayers:
-    """Which layers see only the last tokens."""
-
-    window: int
-    """A token sees itself and the `window` - 1 before it."""
-    slides: tuple[bool, ...]
-    """Of each layer."""
-
-    @property
-    def are_some(self) -> bool:
-        """Whether there are layers of both kinds."""
-        return any(self.slides) and not all(self.slides)
-
-
-def sliding_layers(model: ModelConfig) -> SlidingLayers | None:
-    """None for model types in which no layer differs from the others."""
-    if model.model_type not in SLIDING:
-        return None
-    config = model.hf_config
-    kinds = config.get("layer_types") or [
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(model.num_layers)
-    ]
-    slides = tuple(kind == "sliding_attention" for kind in kinds)
-    window = config.get("sliding_window") or SLIDING[model.model_type]
-    return SlidingLayers(int(window), slides)
+from moed.config.windows import window_layers
 
 
 @dataclass(frozen=True)
@@ -52,14 +22,14 @@ class KVLayout:
     block_bytes: int
     """Of a block over all layers that see the whole context."""
     window_block_bytes: int
-    """Of a block over the layers that slide; 0 where none does."""
+    """Of a block over the layers with a window; 0 where none has its own blocks."""
     max_window_blocks: int
     formula: str
     """How the bytes of a token are reckoned."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Over all layers, before any slides."""
+        """Over all layers, as long as the windows see all."""
         return (self.block_bytes + self.window_block_bytes) // self.block_size
 
     def num_window_blocks(self, num_blocks: int) -> int:
@@ -95,16 +65,16 @@ def kv_layout(config: EngineConfig) -> KVLayout:
     heads, dim = local_kv_heads(config), model.head_dim
     row = 2 * heads * dim * size
     text = f"{layers} layers x 2 x {heads} KV heads x {dim} x {size} B"
-    sliding = sliding_layers(model)
-    if sliding is None or not sliding.are_some:
+    windows = window_layers(model)
+    if windows is None or not windows.are_some:
         return KVLayout(block_size, layers * row * block_size, 0, 0, text)
-    num_sliding = sum(sliding.slides)
-    text += f"; {num_sliding} of the layers keep no more than the last {sliding.window} tokens"
+    num_windows, size_seen = sum(windows.has_window), windows.window.size
+    text += f"; {num_windows} of the layers keep no more than {size_seen} tokens of a request"
     return KVLayout(
         block_size=block_size,
-        block_bytes=(layers - num_sliding) * row * block_size,
-        window_block_bytes=num_sliding * row * block_size,
-        max_window_blocks=max_window_blocks(config, sliding.window),
+        block_bytes=(layers - num_windows) * row * block_size,
+        window_block_bytes=num_windows * row * block_size,
+        max_window_blocks=max_window_blocks(config, size_seen),
         formula=text,
     )
 

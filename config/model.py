@@ -9,31 +9,18 @@ from typing import Any
 
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
+from moed.config.missing_parts import MISSING_PARTS
+from moed.config.nested import text_part
 from moed.config.quantization import quantization_of
 
 SERVED_MODEL_TYPES = (
     *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"),
     *("gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "kimi_k2"),
-    *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    *("llama4_text", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+    *("glm4v_moe_text", "qwen3_vl_moe_text", "solar_open"),
 )
 # Of each expert, where config.json has other fields for it too.
 EXPERT_SIZE_FIELDS = {"hunyuan_v1_moe": ("intermediate_size",)}
-# What the decoder lacks for other Mixture-of-Experts models, by model type.
-_LINEAR, _MAMBA = "linear attention with a state", "Mamba layers with a state"
-_INDEXER = "a sparse indexer over the context"
-MISSING_PARTS = MappingProxyType(
-    {
-        **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "minimax"), _LINEAR),
-        **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _LINEAR),
-        **dict.fromkeys(("nemotron_h", "granitemoehybrid", "jamba"), _MAMBA),
-        **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "dots3_note"), _INDEXER),
-        "minimax_m3": "block-sparse attention",
-        "lfm2_moe": "short convolutions with a state",
-        "longcat_flash": "experts that compute nothing",
-        "step3p5": "gated attention",
-        "mimo_v2_flash": "attention whose K and V differ in size",
-    }
-)
 DTYPES = ("float32", "bfloat16", "float16")
 
 BUNDLED_NAME = "moed-demo"
@@ -92,7 +79,9 @@ def load_model_config(
         )
     generation = _read_json(path / "generation_config.json") or {}
     _check_sampling_defaults(generation, path / "generation_config.json")
-    if served_only and (reasons := unserved(raw, source)):
+    whole, raw = raw, text_part(raw)
+    whole_model_type = None if raw is whole else str(whole.get("model_type"))
+    if served_only and (reasons := unserved(raw, source, whole_model_type)):
         raise ModelError("; ".join(reasons))
     fields = Fields(raw, source)
     hidden_size = fields.count("hidden_size")
@@ -140,6 +129,7 @@ def load_model_config(
         hf_config=raw,
         generation_config=generation,
         eos_token_ids=_eos_token_ids(raw, generation, vocab_size, source),
+        whole_model_type=whole_model_type,
     )
 
 
@@ -167,7 +157,7 @@ class Fields:
         return otherwise
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> Mapping[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -184,15 +174,20 @@ def _check(holds: bool, message: str) -> None:
         raise ModelError(message)
 
 
-def unserved(raw: Mapping[str, Any], source: Path) -> list[str]:
-    """Why the checkpoint that `raw`, its config.json, describes is not served; empty if it is."""
+def unserved(
+    raw: Mapping[str, Any], source: Path, whole_model_type: str | None = None
+) -> list[str]:
+    """Why the checkpoint that `raw`, its config.json, describes is not served; empty if it is.
+    `raw` may be the text part of a model of another type.
+    """
     found = []
     model_type = raw.get("model_type")
     if model_type not in SERVED_MODEL_TYPES:
         served = ", ".join(SERVED_MODEL_TYPES)
         part = MISSING_PARTS.get(str(model_type))
         lacks = "" if part is None else f", which needs {part}"
-        found.append(f"{source}: model_type is {model_type!r}{lacks}; served are {served}")
+        of = "" if whole_model_type is None else f" of the text part of {whole_model_type!r}"
+        found.append(f"{source}: model_type{of} is {model_type!r}{lacks}; served are {served}")
     try:
         quantization_of(raw)
     except ModelError as error:

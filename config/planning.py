@@ -79,7 +79,8 @@ def plan_settings(
     plan = make_plan(resolution.config, machine, resolution.decided)
     given = Path(model.model)
     source = given if given.is_file() else Path(model.path) / "config.json"
-    against = (*unserved(model.hf_config, source), *contradictions, *plan.refusals)
+    unmet = unserved(model.hf_config, source, model.whole_model_type)
+    against = (*unmet, *contradictions, *plan.refusals)
     others = [name for name in capabilities if name != resolution.config.parallel.backend.name]
     return FullPlan(
         replace(plan, refusals=against),

@@ -246,6 +246,7 @@ def _runner(
     replays = on_gpu and parallel.backend.graph_safe and not settings.enforce_eager
     return RunnerConfig(
         attention_backend=attention,
+        cpu_kernels=settings.cpu_kernels,
         graph_buckets=graph_buckets(max_num_rows) if replays else (),
     )
 

@@ -132,6 +132,13 @@ class ServeSettings:
         choices=("auto", "flashinfer", "sdpa"),
         synonyms={"torch": "sdpa"},
     )
+    cpu_kernels: str = option(
+        "auto",
+        "what computes on CPUs; auto: native, the kernels in C++, where they could be built, else "
+        "torch",
+        group=PARALLEL,
+        choices=("auto", "native", "torch"),
+    )
     num_threads: int | None = option(
         None,
         "CPU threads of each rank; auto (or 0): available cores divided by local ranks",

@@ -18,16 +18,26 @@ BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 PARTS = ("embedding", "attention", "router", "experts", "shared experts", "dense MLP", "head")
 
 # Model types with a norm of queries and keys, and with a correction of the router's choice.
-NORMED = frozenset({"dots1", "hunyuan_v1_moe", "minimax_m2", "olmoe", "qwen3_moe"})
+NORMED = frozenset(
+    {"dots1", "hunyuan_v1_moe", "minimax_m2", "olmoe", "qwen3_moe", "qwen3_vl_moe_text"}
+)
 CORRECTED = frozenset(
-    {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2"}
+    {
+        *("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text"),
+        *("kimi_k2", "minimax_m2", "solar_open"),
+    }
 )
 # Those whose router computes in float32.
 FLOAT32_ROUTED = frozenset(
-    {"deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2"}
+    {
+        *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"),
+        *("glm4v_moe_text", "kimi_k2", "solar_open"),
+    }
 )
+# Those whose attention has biases of queries, keys and values alone.
+WITHOUT_OUTPUT_BIAS = frozenset({"glm4_moe", "glm4v_moe_text", "solar_open"})
 # Dense layers before the first MoE layer, where config.json does not say.
-NUM_FIRST_DENSE = {"deepseek_v3": 3, "glm4_moe_lite": 1}
+NUM_FIRST_DENSE = {"deepseek_v3": 3, "glm4_moe_lite": 1, "glm4v_moe_text": 1}
 
 
 @dataclass(frozen=True)
@@ -100,22 +110,28 @@ def _num_weights(config: EngineConfig) -> dict[str, int]:
     if not config.parallel.enable_expert_parallel:
         inner = -(-inner // config.parallel.world_size)
     is_tied = bool(model.hf_config.get("tie_word_embeddings", False))
-    # Two norms of D in each layer, and one at the end.
-    norms = (2 * model.num_layers + 1) * hidden
+    head_bias = model.vocab_size if model.hf_config.get("lm_head_bias") else 0
+    # Two norms of D in each layer, and one at the end; with a bias as long, if with any.
+    norms = (2 * model.num_layers + 1) * hidden * (1 + (model.model_type == "phimoe"))
     return {
         "embedding": table,
         "attention": model.num_layers * _attention(config) + norms,
         "router": num_moe * (model.num_experts * hidden + _router_extras(model)),
         "experts": num_moe * num_local * (3 * hidden * inner + _expert_biases(model, inner)),
         "shared experts": num_moe * 3 * hidden * shared_intermediate_size(model),
-        "dense MLP": num_dense * 3 * hidden * _count(model.hf_config, "intermediate_size"),
-        "head": 0 if is_tied else table,
+        "dense MLP": num_dense * 3 * hidden * dense_intermediate_size(model),
+        "head": (0 if is_tied else table) + head_bias,
     }
 
 
 def moe_layers(model: ModelConfig) -> list[bool]:
     """By layer: MoE, or a dense MLP."""
     config = model.hf_config
+    if model.model_type == "llama4_text":
+        every = _count(config, "interleave_moe_layer_step") or 1
+        listed = config.get("moe_layers")
+        listed = range(every - 1, model.num_layers, every) if listed is None else listed
+        return [layer in listed for layer in range(model.num_layers)]
     if isinstance(kinds := config.get("mlp_layer_types"), list):
         return [kind == "sparse" for kind in kinds[: model.num_layers]]
     otherwise = NUM_FIRST_DENSE.get(model.model_type, 0)
@@ -138,10 +154,16 @@ def moe_layers(model: ModelConfig) -> list[bool]:
     ]
 
 
+def dense_intermediate_size(model: ModelConfig) -> int:
+    """I of the layers without experts."""
+    name = "intermediate_size_mlp" if model.model_type == "llama4_text" else "intermediate_size"
+    return _count(model.hf_config, name)
+
+
 def shared_intermediate_size(model: ModelConfig) -> int:
     """I of the experts that every token passes, together; 0 where there are none."""
     config = model.hf_config
-    if model.model_type == "hunyuan_v1_moe":
+    if model.model_type in ("hunyuan_v1_moe", "llama4_text"):
         return model.moe_intermediate_size
     size = _count(config, "shared_expert_intermediate_size")
     size = size or _count(config, "shared_intermediate_size")
@@ -186,10 +208,11 @@ def _attention(config: EngineConfig) -> int:
     is_gpt_oss = model.model_type == "gpt_oss"
     count += heads if is_gpt_oss else 0
     if model.hf_config.get("attention_bias", is_gpt_oss):
-        count += rows + (0 if model.model_type == "glm4_moe" else hidden)
+        count += rows + (0 if model.model_type in WITHOUT_OUTPUT_BIAS else hidden)
     elif model.model_type == "qwen2_moe" and model.hf_config.get("qkv_bias", True):
         count += rows
-    if model.model_type in NORMED or model.hf_config.get("use_qk_norm"):
+    has_norm = model.hf_config.get("use_qk_norm") and model.model_type != "llama4_text"
+    if model.model_type in NORMED or has_norm:
         # The norm of queries and keys is held once for each head.
         count += (heads + kv_heads) * dim
     return count

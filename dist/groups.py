@@ -5,6 +5,8 @@ import datetime
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Protocol
+from weakref import WeakSet
 
 import psutil
 import torch
@@ -34,6 +36,12 @@ def collective_errors(what: str) -> Iterator[None]:
         ) from error
 
 
+class Closable(Protocol):
+    """What waits for nobody when it closes."""
+
+    def close(self) -> None: ...
+
+
 class Groups:
     """This rank's communicators. `cpu` is gloo; `device` is NCCL on GPUs, else the same gloo."""
 
@@ -46,6 +54,7 @@ class Groups:
         agreement: dist.ProcessGroup,
         tensor: dist.ProcessGroup | None,
         tensor_size: int,
+        timeout_s: float,
     ) -> None:
         self.rank = environment.rank
         self.world_size = environment.world_size
@@ -60,12 +69,21 @@ class Groups:
         self.tensor_size = tensor_size
         self.tensor_rank = environment.rank % tensor_size
         self.data_parallel_rank = environment.rank // tensor_size
+        self.is_single_node = environment.is_single_node
+        """All ranks are on this host."""
+        self.timeout_s = timeout_s
+        """Bound on any one collective."""
         self._is_closed = False
+        self._members: WeakSet[Closable] = WeakSet()
 
     @property
     def compute_device(self) -> torch.device:
         """Where this rank's tensors live: the GPU of its local rank, or the CPU."""
         return device_of(self.device_type, self.local_rank)
+
+    def close_with(self, member: Closable) -> None:
+        """Have `member`, if it still lives, closed before the group is left. It is not kept."""
+        self._members.add(member)
 
     def close(self) -> None:
         """Leave the group, within `CLOSE_S`: a peer that is gone must not hold this rank. Safe to
@@ -74,6 +92,8 @@ class Groups:
         if self._is_closed:
             return
         self._is_closed = True
+        for member in list(self._members):
+            member.close()
         closing = threading.Thread(target=_destroy, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -164,7 +184,16 @@ def init_groups(
             agreement = dist.new_group(timeout=timeout, backend=parallel.agreement_backend)
         tensor = _tensor_group(environment.rank, parallel, timeout)
     size = parallel.tensor_parallel_size
-    return Groups(environment, parallel.device, world, world, agreement, tensor, size)
+    return Groups(
+        environment,
+        parallel.device,
+        world,
+        world,
+        agreement,
+        tensor,
+        size,
+        parallel.distributed_timeout_s,
+    )
 
 
 def _tensor_group(

@@ -1,14 +1,17 @@
-"""How the records of a step's agreement travel: over gloo from the host, or over NCCL.
+"""How the records of a step's agreement travel: from the host through memory that ranks share or
+over gloo, or over NCCL.
 
 Legend: R ranks, F fields of a record.
 """
 
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from moed.dist.groups import Groups
+from moed.dist.host.channel import HostChannel, open_channel
 
 
 class RecordExchange(Protocol):
@@ -22,10 +25,30 @@ class RecordExchange(Protocol):
 
 
 def make_exchange(groups: Groups, backend: str, num_fields: int) -> RecordExchange:
-    """`backend`: "gloo" or "nccl"."""
+    """`backend`: "gloo", which shared memory stands for on one host, or "nccl". Collective."""
     if backend == "nccl":
         return DeviceExchange(groups, num_fields, groups.compute_device)
+    channel = open_channel(groups, 2 * num_fields * torch.int64.itemsize)
+    if channel is not None:
+        return SharedExchange(groups, num_fields, channel)
     return HostExchange(groups, num_fields)
+
+
+class SharedExchange:
+    """Through memory that the ranks of one host share."""
+
+    def __init__(self, groups: Groups, num_fields: int, channel: HostChannel) -> None:
+        self._channel = channel
+        self._own = np.zeros(num_fields, dtype=np.int64)
+        self._all = np.zeros((groups.world_size, num_fields), dtype=np.int64)
+        self._arguments = (self._own.ctypes.data, num_fields, self._all.ctypes.data)
+
+    def exchange(self, own: list[int]) -> list[list[int]]:
+        """See `RecordExchange.exchange`."""
+        self._own[:] = own
+        self._channel.run(self._channel.calls.exchange_records, *self._arguments)
+        rows: list[list[int]] = self._all.tolist()
+        return rows
 
 
 class HostExchange:

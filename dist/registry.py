@@ -103,7 +103,7 @@ def create_backend(
     device: "torch.device",
 ) -> "All2AllBackend":
     """Make the backend `name` for this process, once. Raises `ConfigError` for an unknown name, or
-    when it cannot serve this many ranks or cannot be loaded. Collective for DeepEP's.
+    when it cannot serve this many ranks or cannot be loaded. Collective.
     """
     declared = capabilities()
     if name not in declared:
@@ -127,9 +127,7 @@ def _constructor(name: str) -> "Callable[..., All2AllBackend]":
 
             return AllGatherReduceScatter
         case "all2allv":
-            from moed.dist.all2all.all2allv import All2AllV
-
-            return All2AllV
+            return _all2allv
         case "deepep_low_latency":
             from moed.dist.all2all.deepep_low_latency import DeepEPLowLatency
 
@@ -142,3 +140,21 @@ def _constructor(name: str) -> "Callable[..., All2AllBackend]":
             from moed.dist.all2all.deepep_v2 import DeepEPV2
 
             return DeepEPV2
+
+
+def _all2allv(
+    declared: BackendCapabilities,
+    groups: "Groups",
+    placement: "ExpertPlacement",
+    fused_moe: FusedMoEConfig,
+    dtype: "torch.dtype",
+    device: "torch.device",
+) -> "All2AllBackend":
+    """Through shared memory where all ranks are on one host and can, else by torch.distributed."""
+    from moed.dist.all2all.all2allv import All2AllV
+    from moed.dist.all2all.all2allv_host import open_for
+
+    on_host = open_for(declared, groups, placement, fused_moe, dtype)
+    if on_host is not None:
+        return on_host
+    return All2AllV(declared, groups, placement, fused_moe, dtype, device)

@@ -11,6 +11,7 @@ import torch
 from moed.config.attention import FLASHINFER, SDPA
 from moed.config.engine_config import EngineConfig, ModelConfig
 from moed.config.errors import ConfigError
+from moed.config.windows import Window
 from moed.dist.agreement import gather_ints
 from moed.dist.groups import Groups
 from moed.moe.attention import AttentionBackend, TorchAttention
@@ -38,7 +39,7 @@ def make_attention(
     if asked == SDPA:
         return TorchAttention()
     sizes = _sizes(config, features)
-    found = find_flashinfer(config.model, sizes, features.sliding_window, device)
+    found = find_flashinfer(config.model, sizes, features.window, device)
     reason = found if isinstance(found, str) else None
     if min(gather_ints(groups, int(reason is None))):
         assert isinstance(found, FlashInfer)
@@ -65,7 +66,7 @@ def _sizes(config: EngineConfig, features: DecoderFeatures) -> AttentionSizes:
 
 
 def find_flashinfer(
-    model: ModelConfig, sizes: AttentionSizes, window: int | None, device: torch.device
+    model: ModelConfig, sizes: AttentionSizes, window: Window | None, device: torch.device
 ) -> FlashInfer | str:
     """Imported and tried, or why it does not work."""
     try:
@@ -85,7 +86,7 @@ def check_attention(
     backend: AttentionBackend,
     model: ModelConfig,
     sizes: AttentionSizes,
-    window: int | None,
+    window: Window | None,
     device: torch.device,
 ) -> str | None:
     """Where `backend` differs from torch's attention; None where it does not. Prompts, pieces of

@@ -11,18 +11,37 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from moed.config.engine_config import ModelConfig
+from moed.config.windows import Window
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.tensor_parallel import TensorParallel
-from moed.moe.attention import AttentionBackend, AttentionPlan, GraphAttention, StepAttention
+from moed.moe import native
+from moed.moe.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    GraphAttention,
+    StepAttention,
+    TorchAttention,
+)
 from moed.moe.batch import ForwardBatch
 from moed.moe.experts import Experts, swiglu
-from moed.moe.families import DecoderFeatures, QueryKeyNorm
+from moed.moe.families import DecoderFeatures, QueryKeyNorm, Temperature
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.kv_cache import KVCache, LatentCache, local_kv_heads
 from moed.moe.linear import Linear
 from moed.moe.mla import LatentAttention
-from moed.moe.norm import rms_norm
+from moed.moe.native.attention import HeadSizes, NativeAttention, NativeStep, can_attend
+from moed.moe.norm import Norm, rms_norm
 from moed.moe.rotary import Tables
+
+
+def _query_scale(
+    positions: torch.Tensor, temperature: Temperature | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """[T, 1, 1] for `positions` [T]."""
+    if temperature is None:
+        return None
+    steps = torch.floor((positions.float() + 1) / temperature.step)
+    return (torch.log1p(steps) * temperature.strength + 1).to(dtype)[:, None, None]
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -55,9 +74,9 @@ class DenseMLP:
 class Layer:
     """One decoder layer: attention, then a MoE or a dense MLP."""
 
-    input_norm: torch.Tensor
+    input_norm: Norm
     attention: Attention | LatentAttention
-    post_attention_norm: torch.Tensor
+    post_attention_norm: Norm
     mlp: FusedMoE | DenseMLP
 
 
@@ -67,10 +86,27 @@ class _Step:
 
     rotary_tables: Tables
     plans: tuple[StepAttention, StepAttention]
-    """Of layers that see the whole context, and of those that slide: the same where none does."""
+    """Of layers that see the whole context, and of those with a window; the same where all are
+    alike.
+    """
     slots: tuple[torch.Tensor, torch.Tensor]
     """[T] of the same two kinds of layers."""
     kv_cache: KVCache | LatentCache
+    query_scale: torch.Tensor | None
+    """[T, 1, 1], of queries without rotary embedding."""
+
+
+@dataclass(frozen=True)
+class _NativeStep:
+    """The same where the native kernels compute attention."""
+
+    steps: tuple[NativeStep, NativeStep]
+    """Of layers that see the whole context, and of those with a window."""
+    kv_cache: KVCache
+
+
+# Of queries and keys, as the kernels know them.
+NATIVE_NORMS = (QueryKeyNorm.NONE, QueryKeyNorm.HEAD, QueryKeyNorm.HEAD_AFTER_ROTARY)
 
 
 class Decoder:
@@ -83,7 +119,7 @@ class Decoder:
         embedding: torch.Tensor,
         layers: list[Layer],
         experts: Mapping[int, Experts],
-        final_norm: torch.Tensor,
+        final_norm: Norm,
         head: Linear,
         tensor_parallel: TensorParallel,
         attention: AttentionBackend,
@@ -102,6 +138,7 @@ class Decoder:
         scale = features.attention_scale
         self._attention_scale = model.head_dim**-0.5 if scale is None else scale
         self._num_kv_heads = local_kv_heads(model, tensor_parallel.size)
+        self._native = self._native_attention(layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -156,51 +193,131 @@ class Decoder:
     def _forward(
         self, batch: ForwardBatch, kv_cache: KVCache | LatentCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:
-        features, block_size = self._features, kv_cache.block_size
+        features = self._features
         hidden = F.embedding(batch.token_ids, self._embedding)
         hidden = _scaled(hidden, features.embedding_scale)
-        eps, scale = features.rms_norm_eps, features.residual_scale
-        slots = batch.window_slot_mapping
-        slots = batch.slot_mapping if slots is None else slots
-        step = _Step(
-            features.rotary.tables(batch.positions, hidden.dtype),
-            self._plans(batch, block_size, hidden.dtype),
-            (batch.slot_mapping, slots),
-            kv_cache,
-        )
+        scale = features.residual_scale
+        step = self._step(batch, kv_cache, hidden.dtype)
         routed = iter(() if batch.routed_experts is None else batch.routed_experts.unbind(1))
         for index, layer in enumerate(self._layers):
-            normed = rms_norm(hidden, layer.input_norm, eps)
-            hidden = hidden + _scaled(self._attend(index, layer.attention, normed, step), scale)
-            normed = rms_norm(hidden, layer.post_attention_norm, eps)
+            hidden = self._with_attention(index, layer, hidden, step)
+            normed = layer.post_attention_norm(hidden)
             if isinstance(layer.mlp, FusedMoE):
                 added = layer.mlp(normed, dp_metadata, next(routed, None))
             else:
                 part = swiglu(normed, layer.mlp.gate_up, layer.mlp.down)
                 added = self._tensor_parallel.sum(part)
             hidden = hidden + _scaled(added, scale)
-        wanted = rms_norm(hidden[batch.logits_indices], self._final_norm, eps)
+        wanted = self._final_norm(hidden[batch.logits_indices])
         return _scaled(self._head(wanted).float(), 1 / features.logits_divisor)
+
+    def _step(
+        self, batch: ForwardBatch, kv_cache: KVCache | LatentCache, dtype: torch.dtype
+    ) -> "_Step | _NativeStep":
+        features = self._features
+        tables = features.rotary.tables(batch.positions, dtype)
+        if self._native is not None and batch.num_tokens:
+            assert isinstance(kv_cache, KVCache)
+            return self._native_step(batch, tables, kv_cache)
+        slots = batch.window_slot_mapping
+        slots = batch.slot_mapping if slots is None else slots
+        return _Step(
+            tables,
+            self._plans(batch, kv_cache.block_size, dtype),
+            (batch.slot_mapping, slots),
+            kv_cache,
+            _query_scale(batch.positions, features.temperature, dtype),
+        )
+
+    def _native_step(self, batch: ForwardBatch, tables: Tables, kv_cache: KVCache) -> "_NativeStep":
+        whole, window = self._windows
+        of_window = batch
+        if batch.window_block_tables is not None and batch.window_slot_mapping is not None:
+            of_window = replace(
+                batch,
+                block_tables=batch.window_block_tables,
+                slot_mapping=batch.window_slot_mapping,
+            )
+        sizes = (kv_cache.block_size, self._num_heads * self._model.head_dim)
+        step = NativeStep(of_window, tables, window, *sizes)
+        if whole == window:
+            return _NativeStep((step, step), kv_cache)
+        return _NativeStep((NativeStep(batch, tables, whole, *sizes), step), kv_cache)
+
+    def _with_attention(
+        self, index: int, layer: Layer, hidden: torch.Tensor, step: "_Step | _NativeStep"
+    ) -> torch.Tensor:
+        """[T, D]: `hidden` [T, D], which may be overwritten, plus attention of layer `index`."""
+        if isinstance(step, _NativeStep):
+            assert self._native is not None
+            own = step.steps[self._has_window(index)]
+            self._native[index].add_to(hidden, index, own, step.kv_cache)
+            return hidden
+        attended = self._attend(index, layer.attention, layer.input_norm(hidden), step)
+        return hidden + _scaled(attended, self._features.residual_scale)
+
+    def _has_window(self, index: int) -> bool:
+        """Whether layer `index` is of those with a window, where some are."""
+        own = self._features.window_layers
+        return own is None or own[index]
+
+    def _native_attention(self, layers: list[Layer]) -> list[NativeAttention] | None:
+        """By layer; None where the native kernels do not know what this model does."""
+        features, library, made = self._features, native.library(), []
+        is_known = (
+            self._tensor_parallel.size == 1
+            and isinstance(self._attention, TorchAttention)
+            and features.query_key_norm in NATIVE_NORMS
+            and features.attention_limit is None
+            and features.rotary_layers is None
+            and features.temperature is None
+            and not (features.window is not None and features.window.is_aligned)
+        )
+        if library is None or not is_known:
+            return None
+        for index, layer in enumerate(layers):
+            weights = layer.attention
+            if isinstance(weights, LatentAttention) or layer.input_norm.bias is not None:
+                return None
+            qkv, output = weights.qkv.native, weights.output.native
+            if qkv is None or output is None or not can_attend(qkv, output, self._model.head_dim):
+                return None
+            window = features.window if self._has_window(index) else None
+            sizes = HeadSizes(
+                num_heads=self._num_heads,
+                num_kv_heads=self._num_kv_heads,
+                head_dim=self._model.head_dim,
+                num_rotated=features.rotary.num_dims,
+                is_interleaved=features.rotary.is_interleaved,
+                norm_after_rotary=features.query_key_norm is QueryKeyNorm.HEAD_AFTER_ROTARY,
+                window=None if window is None else window.size,
+                eps=features.rms_norm_eps,
+                scale=self._attention_scale,
+                residual_scale=features.residual_scale,
+            )
+            norms = (layer.input_norm.weight, weights.query_key_norm, weights.sinks)
+            made.append(NativeAttention(library, qkv, output, *norms, sizes))
+        return made
 
     def _plans(
         self, batch: ForwardBatch, block_size: int, dtype: torch.dtype
     ) -> tuple[StepAttention, StepAttention]:
         if batch.attention is not None:
             return batch.attention
-        whole, sliding = self._windows
-        of_sliding = batch
+        whole, window = self._windows
+        of_window = batch
         if batch.window_block_tables is not None:
-            of_sliding = replace(batch, block_tables=batch.window_block_tables)
-        plan = self._attention.plan(of_sliding, block_size, sliding, dtype)
-        if whole == sliding:
+            of_window = replace(batch, block_tables=batch.window_block_tables)
+        plan = self._attention.plan(of_window, block_size, window, dtype)
+        if whole == window:
             return plan, plan
         return self._attention.plan(batch, block_size, whole, dtype), plan
 
     @property
-    def _windows(self) -> tuple[int | None, int | None]:
-        """Of layers that see the whole context, and of those that slide: the same where all do."""
-        window, slides = self._features.sliding_window, self._features.sliding_layers
-        return (window if slides is None or all(slides) else None), window
+    def _windows(self) -> tuple[Window | None, Window | None]:
+        """Of layers that see the whole context, and of the others: the same where all are alike."""
+        window, own = self._features.window, self._features.window_layers
+        return (window if own is None or all(own) else None), window
 
     def _attend(
         self,
@@ -223,17 +340,22 @@ class Decoder:
         states = weights.qkv(hidden)
         states = states.view(-1, heads + 2 * kv_heads, head_dim)
         rotated, value = states[:, : heads + kv_heads], states[:, heads + kv_heads :]
-        rotary, limit = self._features.rotary, self._features.attention_limit
-        if self._features.query_key_norm is not QueryKeyNorm.HEAD_AFTER_ROTARY:
+        limit, norm = self._features.attention_limit, self._features.query_key_norm
+        if norm in (QueryKeyNorm.HEAD, QueryKeyNorm.WHOLE):
             rotated = self._query_key_norm(rotated, weights.query_key_norm)
         if limit is not None:
             rotated, value = rotated.clamp(-limit, limit), value.clamp(-limit, limit)
-        rotated = rotary.rotate(rotated, step.rotary_tables)
-        if self._features.query_key_norm is QueryKeyNorm.HEAD_AFTER_ROTARY:
-            rotated = self._query_key_norm(rotated, weights.query_key_norm)
-        query, key = rotated[:, :heads], rotated[:, heads:]
-        slides = self._features.sliding_layers
-        kind = slides is None or slides[index]
+        rotates = self._features.rotary_layers
+        if rotates is None or rotates[index]:
+            rotated = self._features.rotary.rotate(rotated, step.rotary_tables)
+            if norm in (QueryKeyNorm.HEAD_AFTER_ROTARY, QueryKeyNorm.PLAIN_AFTER_ROTARY):
+                rotated = self._query_key_norm(rotated, weights.query_key_norm)
+            query, key = rotated[:, :heads], rotated[:, heads:]
+        else:
+            query, key = rotated[:, :heads], rotated[:, heads:]
+            if step.query_scale is not None:
+                query = query * step.query_scale
+        kind = self._has_window(index)
         step.kv_cache.write(index, key, value, step.slots[kind])
         attended = step.plans[kind].attend(
             query, index, step.kv_cache, self._attention_scale, weights.sinks
@@ -244,9 +366,7 @@ class Decoder:
     def _query_key_norm(self, states: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """[T, H + G, d]: queries and keys normed, as the family does it."""
         eps = self._features.rms_norm_eps
-        if weight is None:
-            return states
-        if self._features.query_key_norm is not QueryKeyNorm.WHOLE:
+        if weight is None or self._features.query_key_norm is not QueryKeyNorm.WHOLE:
             return rms_norm(states, weight, eps)
         # Over all heads of the model, also those of other members.
         squares = states.float().square().sum(dim=-1)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moed.config.attention import WORKSPACE_BYTES
+from moed.config.windows import Window
 from moed.moe.attention import StepAttention
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
@@ -97,11 +98,11 @@ class FlashInfer:
         self._device = device
         # One for all wrappers, as they run one after the other. Zeros: counters lie in it.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._prefills: dict[int | None, Any] = {}
-        self._decodes: dict[int | None, Any] = {}
+        self._prefills: dict[Window | None, Any] = {}
+        self._decodes: dict[Window | None, Any] = {}
 
     def plan(
-        self, batch: ForwardBatch, block_size: int, window: int | None, dtype: torch.dtype
+        self, batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
     ) -> FlashInferPlan:
         """See `AttentionBackend`: requests of several tokens and of one go together, unless all
         have one.
@@ -129,7 +130,7 @@ class FlashInfer:
         num_rows: int,
         num_blocks: int,
         block_size: int,
-        windows: tuple[int | None, int | None],
+        windows: tuple[Window | None, Window | None],
     ) -> "FlashInferGraph":
         """See `AttentionBackend`."""
         wrappers = {
@@ -137,7 +138,9 @@ class FlashInfer:
         }
         return FlashInferGraph(self, wrappers, windows, block_size, self._sizes.scale)
 
-    def plan_decodes(self, wrapper: Any, pages: Pages, block_size: int, window: int | None) -> None:
+    def plan_decodes(
+        self, wrapper: Any, pages: Pages, block_size: int, window: Window | None
+    ) -> None:
         """For one token of each request; the host alone takes part, and copies to the device."""
         sizes = self._sizes
         wrapper.plan(
@@ -160,7 +163,7 @@ class FlashInfer:
         query_lens: Sequence[int],
         pages: Pages,
         block_size: int,
-        window: int | None,
+        window: Window | None,
     ) -> None:
         sizes = self._sizes
         first_rows = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
@@ -182,13 +185,13 @@ class FlashInfer:
             sm_scale=sizes.scale,
         )
 
-    def _prefill_wrapper(self, window: int | None) -> Any:
+    def _prefill_wrapper(self, window: Window | None) -> Any:
         if window not in self._prefills:
             make = self._package.BatchPrefillWithPagedKVCacheWrapper
             self._prefills[window] = make(self._workspace, LAYOUT)
         return self._prefills[window]
 
-    def _decode_wrapper(self, window: int | None) -> Any:
+    def _decode_wrapper(self, window: Window | None) -> Any:
         if window not in self._decodes:
             make = self._package.BatchDecodeWithPagedKVCacheWrapper
             self._decodes[window] = make(
@@ -218,8 +221,8 @@ class FlashInferGraph:
     def __init__(
         self,
         backend: FlashInfer,
-        wrappers: dict[int | None, Any],
-        windows: tuple[int | None, int | None],
+        wrappers: dict[Window | None, Any],
+        windows: tuple[Window | None, Window | None],
         block_size: int,
         scale: float,
     ) -> None:
@@ -236,6 +239,9 @@ class FlashInferGraph:
             self._backend.plan_decodes(wrapper, pages, self._block_size, window)
 
 
-def _window_left(window: int | None) -> int:
+def _window_left(window: Window | None) -> int:
     """Tokens before a token that it sees."""
-    return WHOLE_CONTEXT if window is None else window - 1
+    if window is None:
+        return WHOLE_CONTEXT
+    assert not window.is_aligned, "aligned windows are torch's"
+    return window.size - 1

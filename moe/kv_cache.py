@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from moed.config.engine_config import ModelConfig
-from moed.config.kv_layout import sliding_layers
 from moed.config.weight_bytes import latent_attention
+from moed.config.windows import window_layers
 
 
 def local_kv_heads(model: ModelConfig, tensor_parallel_size: int) -> int:
@@ -18,7 +18,7 @@ def local_kv_heads(model: ModelConfig, tensor_parallel_size: int) -> int:
 
 class KVCache:
     """`keys[l]` and `values[l]` are [num_blocks, block_size, G, d]; [num_window_blocks, …] where
-    some layers slide and l is one of them.
+    some layers have a window and l is one of them.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        sliding, numbers = sliding_layers(model), [num_blocks] * model.num_layers
-        if sliding is not None and sliding.are_some:
-            numbers = [num_window_blocks if slides else num_blocks for slides in sliding.slides]
+        windows, numbers = window_layers(model), [num_blocks] * model.num_layers
+        if windows is not None and windows.are_some:
+            numbers = [num_window_blocks if own else num_blocks for own in windows.has_window]
         shapes = [(number, block_size, num_kv_heads, model.head_dim) for number in numbers]
         self.keys = [_zeros(shape, dtype, device) for shape in shapes]
         self.values = [_zeros(shape, dtype, device) for shape in shapes]

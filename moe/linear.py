@@ -6,26 +6,38 @@ Legend: n rows, D input size, N output size.
 import torch
 import torch.nn.functional as F
 
+from moed.moe import native
+from moed.moe.native.matrix import NativeMatrix
+from moed.moe.native.packing import can_pack as can_pack_natively
+
 # Only steers which layout oneDNN prefers; any number of rows can be multiplied.
 TYPICAL_ROWS = 16
 
 
 class Linear:
-    """`x W^T + b`. In 16 bits on a CPU the weights lie in oneDNN's blocked layout, which is read
-    half again as fast as rows; otherwise as they are.
+    """`x W^T + b`. On a CPU the weights lie as the native kernels read them; without these, in 16
+    bits, in oneDNN's blocked layout, which is read half again as fast as rows; otherwise as they
+    are.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`weight` [N, D]; `bias` [N] or None."""
         self.out_features = weight.shape[0]
-        self._bias = bias
-        self._is_packed = can_pack(weight)
-        self._weight = weight
-        if self._is_packed:
+        self.native: NativeMatrix | None = None
+        self._weight, self._bias, self._is_packed = weight, bias, False
+        library = native.library()
+        if library is not None and can_pack_natively(weight):
+            self.native = NativeMatrix(library, weight, bias)
+            # Held once, in the other layout.
+            self._weight = weight.new_empty(0)
+        elif can_pack(weight):
+            self._is_packed = True
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, N] for `rows` [n, D]."""
+        if self.native is not None:
+            return self.native(rows)
         if not self._is_packed:
             return F.linear(rows, self._weight, self._bias)
         if not rows.shape[0]:

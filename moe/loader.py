@@ -14,6 +14,7 @@ from moed.config.errors import ModelError
 from moed.config.quantization import Quantization
 from moed.moe.block_scaled import BlockScaled
 from moed.moe.quantization import PLAIN_DTYPES, Fp8Block, Part, StoredWeights, stored_weights
+from moed.moe.text_part import text_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -33,6 +34,10 @@ class Source(Protocol):
     device: torch.device
 
     def has(self, name: str) -> bool: ...
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """As the tensor `name`, which `has`, is stored."""
+        ...
 
     def get(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """The tensor `name` of `shape`, in the model's dtype, on `device`."""
@@ -80,15 +85,19 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization | None,
+        is_multimodal: bool = False,
     ) -> None:
-        """Raises `ModelError` for files that are missing or corrupt."""
+        """Of an `is_multimodal` one the text part alone. Raises `ModelError` for files that are
+        missing or corrupt.
+        """
         self.folder = folder
         self.device = device
         self.dtype = dtype
         self._stored = stored_weights(quantization)
         self._file_of: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        for path in _files(folder):
+        paths, indexed = _files(folder)
+        for path in paths:
             try:
                 # Maps the file and reads its header, which tells the length of the whole.
                 self._open[path] = safe_open(path, framework="pt")
@@ -100,13 +109,28 @@ class Checkpoint:
                 if name in self._file_of:
                     raise ModelError(f"{name} lies in both {self._file_of[name]} and {path}")
                 self._file_of[name] = path
+        astray = [name for name, path in indexed.items() if self._file_of.get(name) != path]
+        if astray:
+            raise ModelError(
+                f"{folder / INDEX} is mixed up: {first_names(sorted(astray))} do not lie in the "
+                "files that it names; download the checkpoint again"
+            )
+        # By the names that are asked for.
+        self._stored_name = {name: name for name in self._file_of}
+        if is_multimodal:
+            self._stored_name = text_names(self._file_of)
 
     @property
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._stored_name)
+
+    @property
+    def names_of_other_parts(self) -> set[str]:
+        """As they are stored."""
+        return self._file_of.keys() - set(self._stored_name.values())
 
     def has(self, name: str) -> bool:
-        return name in self._file_of or self.quantized_as(name) is not None
+        return name in self._stored_name or self.quantized_as(name) is not None
 
     def quantized_as(self, name: str) -> StoredWeights | None:
         """The format in which the weight `name` lies in the files; None for a plain one."""
@@ -114,7 +138,7 @@ class Checkpoint:
         if stored is None:
             return None
         numbers = name + stored.suffixes[0]
-        if numbers not in self._file_of:
+        if numbers not in self._stored_name:
             return None
         is_quantized = numbers != name or self._header(name).get_dtype() == stored.number_dtype
         return stored if is_quantized else None
@@ -130,7 +154,7 @@ class Checkpoint:
         if stored is not None and (obstacle := stored.obstacle(shape)):
             return f"{name} cannot be {stored.label}: {obstacle}"
         for part in self._parts(name, shape):
-            if name + part.suffix not in self._file_of:
+            if name + part.suffix not in self._stored_name:
                 assert stored is not None
                 return f"{name} is stored as {stored.label}, and lacks {name}{part.suffix}"
             if problem := self._part_problem(name + part.suffix, part):
@@ -139,7 +163,8 @@ class Checkpoint:
 
     def _part_problem(self, name: str, part: Part) -> str | None:
         found = self._header(name)
-        where = f"{name} in {self._file_of[name].name}"
+        stored_name = self._stored_name[name]
+        where = f"{stored_name} in {self._file_of[stored_name].name}"
         if found.get_dtype() not in part.dtypes:
             return f"{where} has dtype {found.get_dtype()}, served are {', '.join(part.dtypes)}"
         if list(found.get_shape()) != list(part.shape):
@@ -158,24 +183,26 @@ class Checkpoint:
         )
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """As it is stored."""
+        """See `Source.shape_of`."""
         return tuple(self._header(name).get_shape())
 
     def _header(self, name: str) -> Any:
-        return self._open[self._file_of[name]].get_slice(name)
+        stored_name = self._stored_name[name]
+        return self._open[self._file_of[stored_name]].get_slice(stored_name)
+
+    def _read(self, name: str) -> torch.Tensor:
+        stored_name = self._stored_name[name]
+        found: torch.Tensor = self._open[self._file_of[stored_name]].get_tensor(stored_name)
+        return found
 
     def get(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """See `Source.get`. On a CPU, and in the dtype of the file, it stays a view of the file."""
-        read = [
-            self._open[self._file_of[name + part.suffix]].get_tensor(name + part.suffix)
-            for part in self._parts(name, shape)
-        ]
+        read = [self._read(name + part.suffix) for part in self._parts(name, shape)]
         return self._plain(name, read, shape)
 
     def get_float32(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """See `Source.get_float32`."""
-        found: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
-        return found.to(self.device, torch.float32).view(tuple(shape))
+        return self._read(name).to(self.device, torch.float32).view(tuple(shape))
 
     def get_row(self, name: str, shape: Sequence[int], row: int) -> torch.Tensor:
         """See `Source.get_row`."""
@@ -190,10 +217,7 @@ class Checkpoint:
 
     def get_fp8(self, name: str, shape: Sequence[int]) -> BlockScaled:
         """See `Source.get_fp8`."""
-        values, scales = (
-            self._open[self._file_of[name + part.suffix]].get_tensor(name + part.suffix)
-            for part in self._parts(name, shape)
-        )
+        values, scales = (self._read(name + part.suffix) for part in self._parts(name, shape))
         return BlockScaled(values.to(self.device), scales.to(self.device, torch.float32))
 
     def _plain(self, name: str, read: list[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
@@ -217,14 +241,15 @@ def first_names(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files with weights; and by the index, where there is one, which tensor lies in which."""
     index = folder / INDEX
     names: list[str] = [SINGLE_FILE]
+    weight_map: dict[str, str] = {}
     if index.exists():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(weight_map.values()))
             missing = [name for name in names if not (folder / name).is_file()]
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(
@@ -237,7 +262,7 @@ def _files(folder: Path) -> list[Path]:
             f"{folder} lacks {first_names(missing)}: weights are read from {SINGLE_FILE}, or from "
             f"the files that {INDEX} lists; download the checkpoint again"
         )
-    return [folder / name for name in names]
+    return [folder / name for name in names], {n: folder / f for n, f in weight_map.items()}
 
 
 class Dummy:
@@ -253,6 +278,10 @@ class Dummy:
     def has(self, name: str) -> bool:
         """Experts are asked for one by one."""
         return False
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Never asked for."""
+        raise NotImplementedError
 
     def get(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Ones for norms; else normal, with a variance that keeps the size of the input."""

@@ -13,6 +13,7 @@ from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.placement import SlotMap
 from moed.dist.tensor_parallel import TensorParallel
+from moed.moe import native
 from moed.moe.attention import AttentionBackend
 from moed.moe.attention_choice import make_attention
 from moed.moe.block_scaled import BlockScaled, WeightFormat
@@ -22,8 +23,9 @@ from moed.moe.families import DecoderFeatures, Family, FusedNames, QueryKeyNorm,
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.latent_weights import load_latent_attention
 from moed.moe.linear import Linear, join_rows
-from moed.moe.loader import Checkpoint, Dummy, Source
+from moed.moe.loader import Checkpoint, Dummy, Source, first_names
 from moed.moe.mla import LatentAttention
+from moed.moe.norm import Norm
 from moed.moe.output_projection import load_output
 from moed.moe.progress import layer_progress
 from moed.moe.router import Router
@@ -43,9 +45,13 @@ def load_model(
     report: Callable[[str], None],
 ) -> Decoder:
     """Read the own experts, the own heads and all else. Raises `ModelError`, and `ConfigError` for
-    an attention backend that does not work here.
+    an attention backend or kernels that do not work here.
     """
     device = torch.device(groups.device_type)
+    if groups.device_type == "cpu":
+        native.use_kernels(config.runner.cpu_kernels)
+        if groups.rank == 0:
+            logger.info("kernels: %s", native.describe())
     dtype = getattr(torch, config.model.dtype)
     family = family_of(config.model)
     max_length = config.scheduler.max_model_len or config.model.max_position_embeddings
@@ -62,7 +68,15 @@ def load_model(
         source = Dummy(config.model.seed, dtype, device)
     else:
         quantization = quantization_of(config.model.hf_config)
-        source = Checkpoint(Path(config.model.path), dtype, device, quantization)
+        is_multimodal = config.model.whole_model_type is not None
+        source = Checkpoint(Path(config.model.path), dtype, device, quantization, is_multimodal)
+        if groups.rank == 0 and (others := source.names_of_other_parts):
+            logger.info(
+                "%s is served as text: %d tensors of its other parts (%s) are not used",
+                config.model.whole_model_type,
+                len(others),
+                first_names(sorted(others)),
+            )
         # Once without reading, so that all that does not fit is told together, before any work.
         survey = Survey(source)
         build(survey, lambda _: None)
@@ -134,12 +148,15 @@ class _Builder:
         # Layers that draft several tokens (MTP) come after the others.
         for extra in range(int(model.hf_config.get("num_nextn_predict_layers") or 0)):
             self._source.skip_below(f"model.layers.{model.num_layers + extra}.")
-        final_norm = get("model.norm.weight", (model.hidden_size,))
+        final_norm = self._norm("model.norm")
         if self._features.tie_word_embeddings:
             head = embedding
             self._source.skip("lm_head.weight")
         else:
             head = get("lm_head.weight", vocabulary)
+        bias = None
+        if self._features.has_head_bias:
+            bias = get("lm_head.bias", (model.vocab_size,))
         return Decoder(
             model,
             self._features,
@@ -147,25 +164,30 @@ class _Builder:
             layers,
             self._experts,
             final_norm,
-            Linear(head, None),
+            Linear(head, bias),
             self._tensor_parallel,
             self._attention_backend,
         )
 
     def _layer(self, index: int) -> Layer:
-        prefix, hidden = f"model.layers.{index}.", self._model.hidden_size
+        prefix = f"model.layers.{index}."
         return Layer(
-            input_norm=self._source.get(f"{prefix}input_layernorm.weight", (hidden,)),
+            input_norm=self._norm(f"{prefix}input_layernorm"),
             attention=self._attention(prefix),
-            post_attention_norm=self._source.get(
-                f"{prefix}post_attention_layernorm.weight", (hidden,)
-            ),
+            post_attention_norm=self._norm(f"{prefix}post_attention_layernorm"),
             mlp=(
                 self._moe(index, prefix)
                 if self._features.moe_layers[index]
-                else self._dense(f"{prefix}mlp.")
+                else self._dense(prefix + self._names.dense)
             ),
         )
+
+    def _norm(self, name: str) -> Norm:
+        shape, bias = (self._model.hidden_size,), None
+        if self._features.has_layer_norm:
+            bias = self._source.get(f"{name}.bias", shape)
+        weight = self._source.get(f"{name}.weight", shape)
+        return Norm(weight, bias, self._features.rms_norm_eps)
 
     def _attention(self, layer: str) -> Attention | LatentAttention:
         """The own heads: their rows of Q, K and V, their columns of the output."""
@@ -208,7 +230,7 @@ class _Builder:
             ),
             query_key_norm=(
                 join_rows([norm_of(names.query_norm, query), norm_of(names.key_norm, kv)])
-                if features.query_key_norm is not QueryKeyNorm.NONE
+                if features.query_key_norm.has_weights
                 else None
             ),
         )
@@ -233,7 +255,7 @@ class _Builder:
 
     def _moe(self, index: int, prefix: str) -> FusedMoE:
         self._placement = self._config.placement(index)
-        fused = next((f for f in self._fused if self._source.has(prefix + f.gate_up)), None)
+        fused = self._fused_layout(prefix)
         router = self._router(prefix, fused)
         experts = make_experts(
             self._backend.capabilities.activation_format,
@@ -250,6 +272,20 @@ class _Builder:
             self._tensor_parallel,
             self._shared_experts(prefix),
         )
+
+    def _fused_layout(self, prefix: str) -> FusedNames | None:
+        """That of this checkpoint; the first, where several have the same names and neither fits.
+        None: experts lie one by one.
+        """
+        present = [f for f in self._fused if self._source.has(prefix + f.gate_up)]
+        if len(present) < 2:
+            return present[0] if present else None
+        size, hidden = self._model.moe_intermediate_size, self._model.hidden_size
+        for fused in present:
+            shape = (size, hidden) if fused.is_transposed else (hidden, size)
+            if self._source.shape_of(prefix + fused.down)[1:] == shape:
+                return fused
+        return present[0]
 
     def _router(self, prefix: str, fused: FusedNames | None) -> Router:
         num_experts = self._model.num_experts

@@ -74,7 +74,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if rope.get(name) is None and config.get(name) is not None:
             rope[name] = config[name]
-    rope["rope_type"] = rope.get("rope_type", rope.get("type")) or "default"
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    # Positions by time, height and width: of text all three are the same.
+    rope["rope_type"] = "default" if kind == "mrope" else kind
     return rope
 
 
@@ -176,6 +178,8 @@ def _longrope(rope: Mapping[str, Any], base: float, num_dims: int, lengths: _Len
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     is_long = lengths.max_length > trained
+    # PhiMoE's name for the same, by length.
+    scale = rope.get("long_mscale" if is_long else "short_mscale") or scale
     stretch = torch.tensor(rope["long_factor" if is_long else "short_factor"], dtype=torch.float32)
     if stretch.shape != (num_dims // 2,):
         raise ValueError(f"a factor for each of {num_dims // 2} frequencies")

@@ -3,11 +3,17 @@
 Legend: n tokens, D hidden, E experts, K top-k, g groups.
 """
 
+import ctypes
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 import torch.nn.functional as F
+
+from moed.moe import native
+from moed.moe.native.binding import Library, RouterLayer, arguments
+from moed.moe.native.matrix import NativeMatrix
+from moed.moe.native.packing import can_pack
 
 
 class Scoring(StrEnum):
@@ -15,6 +21,8 @@ class Scoring(StrEnum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SPARSE_MIXER = "sparse mixer"
+    """One choice after the other, each with a softmax over those that come near it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class RouterSpec:
     """
     weighs_input: bool = False
     """The weights scale what goes into the experts, not what comes out."""
+    jitter: float = 0.0
+    """Of the sparse mixer: how near is near, by half the distance in parts of the logit."""
 
 
 def route(
@@ -53,9 +63,14 @@ def route(
     it. Of equal experts the one with the lower id comes first.
     """
     logits = logits.float()
+    if spec.scoring is Scoring.SPARSE_MIXER:
+        return _sparse_mixer(logits, spec)
     is_softmax = spec.scoring is Scoring.SOFTMAX
     scores = torch.softmax(logits, dim=-1) if is_softmax else logits.sigmoid()
-    choice = scores if correction is None else scores + correction
+    # A sigmoid may round large logits to one and the same score.
+    choice = scores if is_softmax else logits
+    if correction is not None:
+        choice = scores + correction
     if spec.num_groups > spec.num_chosen_groups:
         choice = _of_best_groups(choice, spec)
     # A stable sort, since `topk` promises no order between equals.
@@ -70,6 +85,20 @@ def route(
     return weights.contiguous(), ids.contiguous()
 
 
+def _sparse_mixer(logits: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `route`. Weights need not sum to 1: https://arxiv.org/abs/2409.12136"""
+    left, weights, ids = logits, [], []
+    for _ in range(spec.top_k):
+        best, chosen = left.max(dim=-1, keepdim=True)
+        # By the logits of all experts, also those chosen before, as the model was trained.
+        is_far = (best - logits) / logits.abs().clamp(min=best) > 2 * spec.jitter
+        near = torch.softmax(left.masked_fill(is_far, -torch.inf), dim=-1)
+        weights.append(near.gather(1, chosen))
+        ids.append(chosen)
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(weights, dim=1), torch.cat(ids, dim=1)
+
+
 def _of_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     """[n, E], minus infinity outside the best groups."""
     by_group = choice.view(-1, spec.num_groups, choice.shape[1] // spec.num_groups)
@@ -81,19 +110,68 @@ def _of_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     return by_group.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
 
 
-@dataclass
 class Router:
     """One layer's router."""
 
-    weight: torch.Tensor
-    """[E, D], in the dtype that logits are computed in."""
-    spec: RouterSpec
-    correction: torch.Tensor | None = None
-    """[E] float32, see `route`."""
-    bias: torch.Tensor | None = None
-    """[E], of the logits."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        spec: RouterSpec,
+        correction: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """`weight` [E, D], in the dtype that logits are computed in; `correction` [E] float32, see
+        `route`; `bias` [E], of the logits.
+        """
+        self.spec = spec
+        self.weight, self.correction, self._bias = weight, correction, bias
+        library = native.library()
+        self._native: NativeRouter | None = None
+        if library is not None and correction is None and is_plain(spec) and can_pack(weight):
+            self._native = NativeRouter(library, weight, bias, spec)
+            # Held once, in the other layout.
+            self.weight = weight.new_empty(0)
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `route`, for `hidden` [n, D]."""
         hidden = hidden.to(self.weight.dtype)
-        return route(F.linear(hidden, self.weight, self.bias), self.spec, self.correction)
+        if self._native is not None:
+            return self._native.route(hidden)
+        return route(F.linear(hidden, self.weight, self._bias), self.spec, self.correction)
+
+
+def is_plain(spec: RouterSpec) -> bool:
+    """Whether the K largest of a softmax are chosen, among all experts."""
+    is_grouped = spec.num_groups > spec.num_chosen_groups
+    return spec.scoring is Scoring.SOFTMAX and not is_grouped and not spec.least_sum
+
+
+class NativeRouter:
+    """The same in one call of the native kernels, where the spec `is_plain`."""
+
+    def __init__(
+        self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec
+    ) -> None:
+        self._matrix = NativeMatrix(library, weight, bias)
+        self._function, self._top_k = library.route, spec.top_k
+        self._layer = RouterLayer(
+            self._matrix.struct, None, 0.0, spec.scale, spec.top_k, spec.renormalize
+        )
+        self._address = ctypes.addressof(self._layer)
+
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the function `route`, for `hidden` [n, D] in the dtype of the weight."""
+        hidden = hidden.contiguous()
+        num_rows = hidden.shape[0]
+        weights = hidden.new_empty(num_rows, self._top_k, dtype=torch.float32)
+        ids = hidden.new_empty(num_rows, self._top_k, dtype=torch.int64)
+        self._function(
+            arguments(hidden.dtype),
+            self._address,
+            hidden.data_ptr(),
+            num_rows,
+            hidden.data_ptr(),
+            weights.data_ptr(),
+            ids.data_ptr(),
+        )
+        return weights, ids

@@ -33,6 +33,9 @@ class Survey:
     def has(self, name: str) -> bool:
         return self._checkpoint.has(name)
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.shape_of(name)
+
     def get(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor without storage."""
         return self._read(name, shape, tuple(shape))

@@ -8,8 +8,9 @@ import torch
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ModelError
 from moed.config.graphs import graph_shapes
-from moed.config.kv_layout import kv_layout, sliding_layers
+from moed.config.kv_layout import kv_layout
 from moed.config.weight_bytes import weight_bytes
+from moed.config.windows import window_layers
 from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
@@ -178,10 +179,9 @@ class Engine:
             dtype,
             self._device,
         )
-        sliding = sliding_layers(config.model)
-        window_blocks = None
-        if sliding is not None and sliding.are_some:
-            window_blocks = WindowBlocks(num_window_blocks, sliding.window, block_size)
+        windows, window_blocks = window_layers(config.model), None
+        if windows is not None and windows.are_some:
+            window_blocks = WindowBlocks(num_window_blocks, windows.window, block_size)
         shares = self._config.cache.enable_prefix_caching
         manager = BlockManager(
             num_blocks, block_size, shares_prefixes=shares, window_blocks=window_blocks

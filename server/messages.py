@@ -10,6 +10,16 @@ duplicates and what an older epoch sent.
 import msgspec
 
 
+class ReasoningLimit(msgspec.Struct, frozen=True):
+    """How much an output may reason before its end is written for it."""
+
+    begin_id: int | None
+    """The token that begins the reasoning; None: the prompt has begun it."""
+    end_ids: list[int]
+    """Tokens that end it; the first is the one that is written."""
+    max_tokens: int
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """How to choose tokens. Every value is validated and final: the engine applies no defaults of
     its own.
@@ -47,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     """
     grammar: str | None = None
     """What the output must follow, as llguidance reads it; then only an end token comes."""
+    reasoning_limit: ReasoningLimit | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):

@@ -1,10 +1,11 @@
-"""KV blocks of the layers that slide, in models where others see the whole context.
+"""KV blocks of the layers with a window, in models where others see the whole context.
 
 A request holds those that its next tokens can see, under the same places as its other blocks; the
 places before are 0. The pool is large enough for all that may run (`config.kv_layout`), so that
 nothing ever waits for a block of it.
 """
 
+from moed.config.windows import Window
 from moed.server.block_pool import BlockPool
 from moed.server.request import Request
 
@@ -15,7 +16,7 @@ GONE = 0
 class WindowBlocks:
     """Of one rank. The block manager calls it beside its own pool."""
 
-    def __init__(self, num_blocks: int, window: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, window: Window, block_size: int) -> None:
         self.num_blocks = num_blocks
         self._window = window
         self._block_size = block_size
@@ -32,14 +33,17 @@ class WindowBlocks:
         seen: list[int] = []
         # From the end: the longest prefix whose last blocks are all here.
         for place in range(len(keys) - 1, -1, -1):
+            if not seen:
+                num_blocks = place + 1
+                first = self._first_seen(num_blocks * self._block_size)
+                if first > place:
+                    return num_blocks, []
             block = self._pool.find(keys[place])
             if block is None:
                 seen.clear()
                 continue
-            if not seen:
-                num_blocks = place + 1
             seen.append(block)
-            if place == self._first_seen(num_blocks * self._block_size):
+            if place == first:
                 return num_blocks, seen[::-1]
         return 0, []
 
@@ -83,4 +87,4 @@ class WindowBlocks:
 
     def _first_seen(self, num_tokens: int) -> int:
         """The place of the first block that the token after `num_tokens` others can see."""
-        return max(0, num_tokens - self._window + 1) // self._block_size
+        return max(0, self._window.first_seen(num_tokens)) // self._block_size

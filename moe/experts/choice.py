@@ -8,6 +8,7 @@ import torch
 
 from moed.config.capabilities import ActivationFormat
 from moed.config.errors import ConfigError
+from moed.moe import native
 from moed.moe.block_scaled import WeightFormat
 from moed.moe.experts.base import Experts, ExpertWeights
 
@@ -23,9 +24,12 @@ class _Choice:
     needs_triton: bool
     capability: tuple[int, int]
     """CUDA's compute capability, at least."""
+    needs_native: bool = False
 
     def obstacle(self, weights: ExpertWeights | None = None) -> str | None:
         """Why it cannot run here, or not with `weights`, in words."""
+        if self.needs_native:
+            return _native_obstacle(weights)
         if self.needs_triton and weights is not None and not weights.is_plain_swiglu:
             return "the Triton kernels know no biases of experts and no activation but SwiGLU"
         if self.needs_triton and importlib.util.find_spec("triton") is None:
@@ -38,6 +42,14 @@ class _Choice:
         return None
 
 
+def _native_obstacle(weights: ExpertWeights | None) -> str | None:
+    from moed.moe.experts.native import obstacle
+
+    if native.library() is None:
+        return "there are no native kernels here"
+    return None if weights is None else obstacle(weights)
+
+
 # Each imports what it needs when it is made: triton is absent from CPU installs.
 
 
@@ -45,6 +57,14 @@ def _torch_standard(weights: ExpertWeights) -> Experts:
     from moed.moe.experts.torch_standard import TorchExperts
 
     return TorchExperts(weights)
+
+
+def _native_standard(weights: ExpertWeights) -> Experts:
+    from moed.moe.experts.native import NativeExperts
+
+    found = native.library()
+    assert found is not None
+    return NativeExperts(found, weights)
 
 
 def _torch_batched(weights: ExpertWeights) -> Experts:
@@ -76,6 +96,7 @@ _PLAIN, _FP8 = WeightFormat.PLAIN, WeightFormat.FP8_BLOCK
 _ANY, _AMPERE, _ADA = (0, 0), (8, 0), (8, 9)
 
 _CHOICES = (
+    _Choice(_STANDARD, "cpu", _PLAIN, _native_standard, False, _ANY, needs_native=True),
     _Choice(_STANDARD, "cpu", _PLAIN, _torch_standard, False, _ANY),
     _Choice(_BATCHED, "cpu", _PLAIN, _torch_batched, False, _ANY),
     _Choice(_STANDARD, "cuda", _PLAIN, _triton_standard, True, _AMPERE),

@@ -7,7 +7,13 @@ from typing import Any
 
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
-from moed.config.weight_bytes import Latent, moe_layers, shared_intermediate_size
+from moed.config.weight_bytes import (
+    Latent,
+    dense_intermediate_size,
+    moe_layers,
+    shared_intermediate_size,
+)
+from moed.config.windows import Window
 from moed.moe.experts import SWIGLU, Activation
 from moed.moe.rotary import Rotary, make_rotary
 from moed.moe.router import RouterSpec
@@ -20,8 +26,23 @@ class QueryKeyNorm(Enum):
     HEAD = "head"
     """Of each head by itself, with weights [d] for all."""
     HEAD_AFTER_ROTARY = "head after rotary"
+    PLAIN_AFTER_ROTARY = "plain after rotary"
+    """Of each head by itself, without weights, in layers that have a rotary embedding."""
     WHOLE = "whole"
     """Over all heads together, with weights [heads x d]."""
+
+    @property
+    def has_weights(self) -> bool:
+        return self not in (QueryKeyNorm.NONE, QueryKeyNorm.PLAIN_AFTER_ROTARY)
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Queries of layers without rotary embedding grow with the logarithm of their position."""
+
+    step: int
+    """Positions over which they stay the same."""
+    strength: float
 
 
 @dataclass(frozen=True)
@@ -43,9 +64,13 @@ class DecoderFeatures:
     attention_bias: bool = False
     """Of Q, K and V; with latent attention, of what compresses them."""
     attention_output_bias: bool = False
-    sliding_window: int | None = None
-    sliding_layers: tuple[bool, ...] | None = None
-    """By layer: whether it slides; None: all do, where there is a window."""
+    window: Window | None = None
+    """None: a token sees all before it."""
+    window_layers: tuple[bool, ...] | None = None
+    """By layer: whether it has the window; None: all have, where there is one."""
+    rotary_layers: tuple[bool, ...] | None = None
+    """By layer: whether queries and keys are rotated; None: in all."""
+    temperature: Temperature | None = None
     has_sinks: bool = False
     """Each head's softmax has one score more, which is learned and weighs nothing."""
     activation: Activation = SWIGLU
@@ -58,6 +83,10 @@ class DecoderFeatures:
     residual_scale: float = 1.0
     """Of what each block adds."""
     logits_divisor: float = 1.0
+    has_layer_norm: bool = False
+    """Norms of hidden states subtract the mean and have a bias."""
+    has_head_bias: bool = False
+    """Of the logits."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +102,8 @@ class Names:
     """Of the router's choice, as many numbers as experts."""
     shared: str | None = None
     """Prefix of the shared experts' projections."""
+    dense: str = "mlp."
+    """Prefix of the projections of a layer without experts."""
     shared_gate: str | None = None
     shared_gate_up: str | None = None
     """Gate and up in one tensor, [2I, D]; then `shared_down` is the other."""
@@ -142,7 +173,7 @@ def common(
             is_interleaved=is_interleaved,
         ),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", is_tied)),
-        "dense_intermediate_size": int(config.get("intermediate_size") or 0),
+        "dense_intermediate_size": dense_intermediate_size(model),
         "shared_intermediate_size": shared_intermediate_size(model),
         "moe_layers": tuple(moe_layers(model)),
     }
@@ -156,6 +187,12 @@ def flag(config: Mapping[str, Any], name: str, otherwise: bool = False) -> bool:
 def number(config: Mapping[str, Any], name: str, otherwise: float) -> float:
     value = config.get(name)
     return otherwise if value is None else float(value)
+
+
+def sliding(config: Mapping[str, Any]) -> Window | None:
+    """Of families all of whose layers slide."""
+    size = config.get("sliding_window")
+    return None if size is None else Window(int(size))
 
 
 def refuse_sliding(config: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """gpt-oss."""
 
 from moed.config.engine_config import ModelConfig
-from moed.config.kv_layout import sliding_layers
+from moed.config.windows import window_layers
 from moed.moe.experts import Activation
 from moed.moe.families.features import (
     DecoderFeatures,
@@ -17,15 +17,15 @@ from moed.moe.router import RouterSpec
 
 def _gpt_oss(model: ModelConfig, max_length: int) -> DecoderFeatures:
     config = model.hf_config
-    sliding = sliding_layers(model)
-    assert sliding is not None
+    windows = window_layers(model)
+    assert windows is not None
     return DecoderFeatures(
         **common(model, max_length, theta=150_000.0, eps=1e-5),
         router=RouterSpec(model.top_k, renormalize=True),
         attention_bias=flag(config, "attention_bias", True),
         attention_output_bias=flag(config, "attention_bias", True),
-        sliding_window=sliding.window,
-        sliding_layers=sliding.slides,
+        window=windows.window,
+        window_layers=windows.has_window,
         has_sinks=True,
         activation=Activation(
             limit=number(config, "swiglu_limit", 7.0),

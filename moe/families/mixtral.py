@@ -10,6 +10,7 @@ from moed.moe.families.features import (
     Names,
     QueryKeyNorm,
     common,
+    sliding,
 )
 from moed.moe.router import RouterSpec, Scoring
 
@@ -18,7 +19,7 @@ def _mixtral(model: ModelConfig, max_length: int) -> DecoderFeatures:
     return DecoderFeatures(
         **common(model, max_length, theta=1e6, eps=1e-5),
         router=RouterSpec(model.top_k, renormalize=True),
-        sliding_window=model.hf_config.get("sliding_window"),
+        window=sliding(model.hf_config),
     )
 
 

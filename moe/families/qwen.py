@@ -4,11 +4,13 @@ from moed.config.engine_config import ModelConfig
 from moed.moe.families.features import (
     DecoderFeatures,
     Family,
+    FusedNames,
     Names,
     QueryKeyNorm,
     common,
     flag,
     refuse_sliding,
+    sliding,
 )
 from moed.moe.router import RouterSpec
 
@@ -31,7 +33,18 @@ def _qwen3_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
         query_key_norm=QueryKeyNorm.HEAD,
         attention_bias=flag(config, "attention_bias"),
         attention_output_bias=flag(config, "attention_bias"),
-        sliding_window=config.get("sliding_window") if config.get("use_sliding_window") else None,
+        window=sliding(config) if config.get("use_sliding_window") else None,
+    )
+
+
+def _qwen3_vl_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
+    has_bias = flag(model.hf_config, "attention_bias")
+    return DecoderFeatures(
+        **common(model, max_length, theta=5e5, is_tied=True),
+        router=RouterSpec(model.top_k, renormalize=True),
+        query_key_norm=QueryKeyNorm.HEAD,
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
     )
 
 
@@ -41,3 +54,8 @@ QWEN2_MOE = Family(
     description="gated shared expert",
 )
 QWEN3_MOE = Family(_qwen3_moe, description="norms of queries and keys")
+QWEN3_VL_MOE = Family(
+    _qwen3_vl_moe,
+    fused=(FusedNames(is_transposed=True), FusedNames()),
+    description="text part of Qwen3-VL: norms of queries and keys",
+)

@@ -7,6 +7,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from moed.dist.host.channel import HostChannel
+
 # What torch.distributed offers for sending anything anywhere.
 STARTS = ("all_", "gather", "reduce", "scatter", "broadcast", "barrier", "monitored_barrier")
 STARTS_OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend")
@@ -32,7 +34,14 @@ def counted_collectives() -> Iterator[list[str]]:
 
         return call
 
+    original_run = HostChannel.run
+
+    def counted_run(channel: HostChannel, call: Callable[..., int], *args: Any) -> None:
+        calls.append("exchange through shared memory")
+        original_run(channel, call, *args)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(HostChannel, "run", counted_run))
         for name in COLLECTIVES:
             stack.enter_context(mock.patch.object(dist, name, counted(name)))
         yield calls

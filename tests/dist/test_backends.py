@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import All2AllBackend, Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
+from moed.dist.host.channel import functions
 from moed.dist.placement import SlotMap
-from moed.dist.registry import capabilities, create_backend
+from moed.dist.registry import create_backend
 from tests.dist.counting import COLLECTIVES, counted_collectives
 from tests.server.engine.configs import engine_config
 from tests.worker_pool import WorkerPool
@@ -20,7 +22,9 @@ from tests.worker_pool import WorkerPool
 B = 16
 D = 5  # odd, so that parts of a row need padding on the wire
 K = 3
-EXCHANGING = ("allgather_reducescatter", "all2allv")
+# `all2allv` twice: between these ranks of one host, and as between hosts.
+OVER_GLOO = "all2allv over gloo"
+EXCHANGING = ("allgather_reducescatter", "all2allv", OVER_GLOO)
 GROUPS = [("local", 1), *((name, size) for name in EXCHANGING for size in (2, 3))]
 
 
@@ -40,6 +44,7 @@ class Answer:
     combined: torch.Tensor
     num_received: int
     num_collectives: int
+    num_declared: int
 
 
 def expert_weight(expert: int) -> torch.Tensor:
@@ -69,7 +74,11 @@ def make_backend(
         expert_parallel_size=groups.world_size,
         max_num_tokens=B,
     )
-    return create_backend(name, groups, placement, fused_moe, dtype, torch.device("cpu"))
+    arguments = (groups, placement, fused_moe, dtype, torch.device("cpu"))
+    if name != OVER_GLOO:
+        return create_backend(name, *arguments)
+    with mock.patch.object(groups, "is_single_node", False):
+        return create_backend("all2allv", *arguments)
 
 
 def exchange(groups: Groups, name: str, num_experts: int, rows_by_rank: list[Rows]) -> Answer:
@@ -102,7 +111,7 @@ def exchange(groups: Groups, name: str, num_experts: int, rows_by_rank: list[Row
     assert combined.dtype == dtype
     backend.close()
     backend.close()
-    return Answer(combined, num_received, len(calls))
+    return Answer(combined, num_received, len(calls), backend.capabilities.collectives_per_layer)
 
 
 def dense(rows: Rows) -> torch.Tensor:
@@ -206,11 +215,15 @@ def test_number_of_collectives_is_as_declared(
 ) -> None:
     """With as many rows on each rank, and on one rank only."""
     assert {"all_to_all_single", "all_gather_single", "all_reduce"} <= set(COLLECTIVES)
-    declared = capabilities()[name].collectives_per_layer
     for sizes in ([size] * world_size, [0] * (world_size - 1) + [size]):
         rows_by_rank = random_rows(sizes, 7, torch.float32)
         answers = workers(world_size).run(exchange, name, 7, rows_by_rank)
-        assert [answer.num_collectives for answer in answers] == [declared] * world_size
+        for answer in answers:
+            assert answer.num_collectives == answer.num_declared
+    through_memory = 2 if functions() else 3
+    on_one_host = {"local": 0, "allgather_reducescatter": 2, "all2allv": through_memory}
+    on_one_host[OVER_GLOO] = 3
+    assert answer.num_declared == on_one_host[name]
 
 
 def test_a_row_travels_once_to_each_rank_that_needs_it(

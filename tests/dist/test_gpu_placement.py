@@ -102,5 +102,5 @@ def test_memory_taken_on_another_gpu_before_is_our_own_fault(
 
 def test_on_cpus_there_is_one_device() -> None:
     group = cast(dist.ProcessGroup, None)
-    groups = Groups(SECOND_OF_NODE, "cpu", group, group, group, None, 1)
+    groups = Groups(SECOND_OF_NODE, "cpu", group, group, group, None, 1, 1.0)
     assert groups.compute_device == device_of("cpu", 1) == torch.device("cpu")

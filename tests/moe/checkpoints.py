@@ -106,6 +106,16 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         },
         "num_mtp_layers": 0,
     },
+    "solar_open": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+    },
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
@@ -198,6 +208,40 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_topk": 3,
         "intermediate_size": 32,
     },
+    # A large jitter, so that several experts come near the best one.
+    "phimoe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.3,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 50,
+        "initializer_range": 0.15,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.4],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0],
+            "short_mscale": 1.2,
+            "long_mscale": 1.4,
+            "original_max_position_embeddings": 512,
+        },
+    },
+    # Windows, and steps of the temperature, that a prompt passes several times.
+    "llama4_text": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 48,
+        "num_hidden_layers": 4,
+        "moe_layers": [1, 2, 3],
+        "no_rope_layers": [1, 1, 0, 1],
+        "attention_chunk_size": 24,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "floor_scale": 16,
+        "attn_scale": 0.4,
+    },
     # Without norms of query and key, larger weights make attention so sharp that rounding shows.
     "mixtral": {
         "num_local_experts": 8,
@@ -207,17 +251,68 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     },
 }
 
+# Its matrices lie either way round, which their sizes must tell.
+_OF_FAMILY["qwen3_vl_moe_text"] = {
+    **_OF_FAMILY["qwen3_moe"],
+    "moe_intermediate_size": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+}
+_OF_FAMILY["glm4v_moe_text"] = {
+    **_OF_FAMILY["glm4_moe"],
+    "use_qk_norm": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+# Families that are the text part of another model, and no model of their own in `transformers`.
+_WHOLE_OF = {"qwen3_vl_moe_text": "qwen3_vl_moe", "glm4v_moe_text": "glm4v_moe"}
+_EYES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# Of the part that sees, as small as may be.
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {
+        **{"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2},
+        **{"out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    },
+    "glm4v_moe": {
+        **{"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2},
+        **{"out_hidden_size": 64, "image_size": 28, "patch_size": 14},
+    },
+    "llama4": {
+        **_EYES,
+        **{"intermediate_size": 128, "vision_output_dim": 32},
+        **{"projector_input_dim": 32, "projector_output_dim": 32},
+    },
+    "mistral3": {**_EYES, "model_type": "pixtral", "head_dim": 16},
+    "kimi_k25": {
+        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "patch_size": 14},
+    },
+}
+
 # Families that `transformers` computes as another.
 _CLASS_OF = {"kimi_k2": "deepseek_v3"}
 
 
-def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: Any) -> Any:
+def make_model(
+    family: str, *, num_experts: int = 8, seed: int = 0, whole: str | None = None, **changes: Any
+) -> Any:
     """A float32 model of `family`, with `changes` to its config; the same for the same arguments.
+    It may be the text part of a multimodal one, `whole`.
 
     Norm weights and biases are random too, so that leaving one out shows.
     """
     # Here, since ranks that only need prompts should not wait for it.
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     sizes = {**_COMMON, **_OF_FAMILY[family]}
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
@@ -228,9 +323,20 @@ def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: A
             sizes[name] = min(sizes[name], num_experts)
     sizes |= changes
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        AutoConfig.for_model(_CLASS_OF.get(family, family), **sizes)
-    )
+    whole = whole or _WHOLE_OF.get(family)
+    model: Any
+    if whole is None:
+        config = AutoConfig.for_model(_CLASS_OF.get(family, family), **sizes)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    else:
+        text = {"pad_token_id": 0, **sizes}
+        if family not in _WHOLE_OF:
+            text["model_type"] = _CLASS_OF.get(family, family)
+        parts = {"text_config": text, "vision_config": _VISION[whole]}
+        config = AutoConfig.for_model(
+            whole, **parts, tie_word_embeddings=sizes["tie_word_embeddings"]
+        )
+        model = AutoModelForImageTextToText.from_config(config)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -242,7 +348,7 @@ def make_model(family: str, *, num_experts: int = 8, seed: int = 0, **changes: A
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
-    return model.to(torch.float32).eval()
+    return model.eval()
 
 
 def make_checkpoint(family: str, folder: pathlib.Path, **arguments: Any) -> Any:

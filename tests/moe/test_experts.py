@@ -163,7 +163,7 @@ def test_garbage_in_the_rows_is_contained() -> None:
 
 def test_a_format_without_experts_is_refused() -> None:
     weights = weights_of(2, torch.float32)
-    assert isinstance(make_experts(ActivationFormat.STANDARD, "cpu", weights), TorchExperts)
+    make_experts(ActivationFormat.STANDARD, "cpu", weights)
     with pytest.raises(ConfigError, match="batched format.* on abacus.*--all2all-backend"):
         make_experts(ActivationFormat.BATCHED, "abacus", weights)
 

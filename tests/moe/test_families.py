@@ -124,6 +124,7 @@ def test_the_plan_counts_every_weight(
 ) -> None:
     """A packed layout would hide the bytes."""
     monkeypatch.setattr("moed.moe.linear.can_pack", lambda weight: False)
+    monkeypatch.setattr("moed.moe.native.library", lambda: None)
     _, folder = made
     config = engine_config(folder, dtype=dtype)
     decoder = load(config, one_rank())
@@ -161,6 +162,19 @@ def test_the_layers_that_have_experts(made: Made) -> None:
         ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
         ("minimax_m2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}),
         (
+            "phimoe",
+            {
+                "attention_bias": False,
+                "lm_head_bias": False,
+                "sliding_window": None,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+        ("llama4_text", {"use_qk_norm": False, "attention_bias": True}),
+        ("llama4_text", {"attn_temperature_tuning": False, "attention_chunk_size": None}),
+        ("llama4_text", {"moe_layers": None, "interleave_moe_layer_step": 2}),
+        ("llama4_text", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
+        (
             "qwen3_moe",
             {
                 "rope_parameters": {
@@ -182,6 +196,32 @@ def test_other_shapes_of_a_family(
     tokens = prompt(50, seed=7)
     found = in_pieces(stepper_of(tmp_path), tokens, 17)
     torch.testing.assert_close(found, true_logits(truth, tokens), rtol=0, atol=TOLERANCE)
+
+
+def test_llama4_where_config_says_least(tmp_path: pathlib.Path) -> None:
+    """What is left out follows from the rest, or has the value that `transformers` takes."""
+    changes: dict[str, Any] = {"moe_layers": None, "no_rope_layers": None}
+    truth = make_model(
+        "llama4_text", **changes, no_rope_layer_interval=3, interleave_moe_layer_step=2
+    )
+    truth.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for name in ("moe_layers", "no_rope_layers", "layer_types", "use_qk_norm"):
+        del written[name]
+    written |= {"no_rope_layer_interval": 3, "interleave_moe_layer_step": 2}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    tokens = prompt(50, seed=7)
+    found = in_pieces(stepper_of(tmp_path), tokens, 17)
+    torch.testing.assert_close(found, true_logits(truth, tokens), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["phimoe", "llama4_text"])
+def test_another_number_of_choices_is_refused(tmp_path: pathlib.Path, family: str) -> None:
+    make_checkpoint(family, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"num_experts_per_tok": 3}))
+    with pytest.raises(ModelError, match=f"num_experts_per_tok 3 of a {family} model"):
+        stepper_of(tmp_path)
 
 
 def test_layers_that_draft_tokens_are_left_out(

@@ -13,6 +13,7 @@ import torch
 
 from moed.config.engine_config import FusedMoEConfig
 from moed.config.expert_placement import ExpertPlacement
+from moed.dist.all2all.base import All2AllBackend
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 from moed.dist.placement import SlotMap
@@ -28,6 +29,7 @@ from tests.dist.members import with_members
 from tests.worker_pool import WorkerPool
 
 D, INTERMEDIATE, B = 20, 12, 16
+# Ten times as much where logits are about 100, whose last bit is 8e-6.
 TOLERANCE = 1e-5
 
 
@@ -124,8 +126,8 @@ def dense(case: Case, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
     return output.float()
 
 
-def build(case: Case, groups: Groups, tensors: Tensors) -> tuple[FusedMoE, Callable[[], None]]:
-    """The layer as one process holds it, and what closes its backend."""
+def build(case: Case, groups: Groups, tensors: Tensors) -> tuple[FusedMoE, All2AllBackend]:
+    """The layer as one process holds it, and its backend."""
     declared = capabilities()[case.backend]
     num_processes = groups.world_size
     make = ExpertPlacement.sharded if case.is_sharded else ExpertPlacement.linear
@@ -160,20 +162,22 @@ def build(case: Case, groups: Groups, tensors: Tensors) -> tuple[FusedMoE, Calla
         TensorParallel(groups),
         tensors.shared if case.has_shared else None,
     )
-    return layer, backend.close
+    return layer, backend
 
 
 def run_layer(groups: Groups, case: Case) -> tuple[list[torch.Tensor], set[int]]:
-    """On one process: the results of all steps, and how many collectives each took."""
+    """On one process: the results of all steps, and how many collectives each took beyond those
+    that the backend declares.
+    """
     groups = with_members(groups, case.members)
-    layer, close = build(case, groups, tensors_of(case))
+    layer, backend = build(case, groups, tensors_of(case))
     rank, results, counts = groups.data_parallel_rank, [], set()
     for step, sizes in enumerate(loads(case.ranks)):
         metadata = DPMetadata(torch.tensor(sizes, dtype=torch.int32), rank, step)
         with metadata.sp_local_sizes(case.members), counted_collectives() as calls:
             results.append(layer(rows_of(rank, step, sizes[rank]), metadata))
-        counts.add(len(calls))
-    close()
+        counts.add(len(calls) - backend.capabilities.collectives_per_layer)
+    backend.close()
     return results, counts
 
 
@@ -202,13 +206,13 @@ def test_a_layer_equals_the_dense_reference(
     answers = workers(case.ranks * case.members).run(run_layer, case)
     tensors = tensors_of(case)
     # Members join their rows with one collective more.
-    expected_calls = capabilities()[case.backend].collectives_per_layer + (case.members > 1)
     for process, (results, counts) in enumerate(answers):
         rank = process // case.members
-        assert counts == {expected_calls}
+        assert counts == {int(case.members > 1)}
         for step, sizes in enumerate(loads(case.ranks)):
             wanted = dense(case, tensors, rows_of(rank, step, sizes[rank]))
-            torch.testing.assert_close(results[step], wanted, rtol=0, atol=TOLERANCE)
+            tolerance = TOLERANCE * (10 if case.router == "one_rank" else 1)
+            torch.testing.assert_close(results[step], wanted, rtol=0, atol=tolerance)
 
 
 def test_weights_on_the_input_of_several_experts_are_refused() -> None:

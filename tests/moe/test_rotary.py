@@ -122,3 +122,10 @@ def test_what_is_not_served(rope: dict[str, Any], message: str) -> None:
     config = {"max_position_embeddings": 2048, "rope_parameters": rope}
     with pytest.raises(ModelError, match=message):
         make_rotary(config, HEAD_DIM, 2048, theta=1e4)
+
+
+@pytest.mark.parametrize(("longest", "scale"), [(512, 1.2), (513, 1.4)])
+def test_scales_of_longrope_by_length(longest: int, scale: float) -> None:
+    """As PhiMoE's config.json has them."""
+    config = config_of({**LONG, "short_mscale": 1.2, "long_mscale": 1.4}).to_dict()
+    assert make_rotary(config, HEAD_DIM, longest, theta=5.0).scale == scale

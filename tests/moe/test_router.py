@@ -1,7 +1,10 @@
 """Routing: worked out by hand, ties by id."""
 
+from typing import Any
+
 import pytest
 import torch
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from moed.moe.router import RouterSpec, Scoring, route
 
@@ -73,3 +76,24 @@ def test_only_the_best_groups_are_chosen_from() -> None:
     weights, ids = route(scores.logit(), spec)
     assert ids.tolist() == [[4, 3, 2]]
     torch.testing.assert_close(weights, torch.tensor([[0.8, 0.6, 0.5]]) / 1.9)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.01, 0.3])
+def test_the_sparse_mixer_equals_transformers(jitter: float) -> None:
+    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(2))
+    logits[:100] *= 0.1
+    found: Any = sparsemixer(logits, jitter, training=False)  # type: ignore[no-untyped-call]
+    expected_weights, expected_ids = found
+    spec = RouterSpec(2, renormalize=False, scoring=Scoring.SPARSE_MIXER, jitter=jitter)
+    weights, ids = route(logits, spec)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights)
+    # Nearly always others come near, unless none may.
+    assert ((weights < 0.999).float().mean() > 0.5) == (jitter > 0.1)
+
+
+def test_large_sigmoids_are_chosen_by_their_logits() -> None:
+    """In float32 both are 1."""
+    spec = RouterSpec(1, renormalize=False, scoring=Scoring.SIGMOID)
+    _, ids = route(torch.tensor([[30.0, 40.0, -1.0]]), spec)
+    assert ids.tolist() == [[1]]

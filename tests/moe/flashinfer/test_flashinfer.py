@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moed.config.errors import ConfigError
+from moed.config.windows import Window
 from moed.moe import attention_choice
 from moed.moe.attention import TorchAttention
 from moed.moe.attention_choice import check_attention, find_flashinfer, make_attention
@@ -71,13 +72,13 @@ def query_of(count: int, sizes: AttentionSizes) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(9)).to(sizes.dtype)
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, Window(3)])
 @pytest.mark.parametrize(("query_lens", "contexts"), STEPS.values(), ids=STEPS)
 def test_a_step_is_torchs(
     exact_flashinfer: ModuleType,
     query_lens: tuple[int, ...],
     contexts: tuple[int, ...],
-    window: int | None,
+    window: Window | None,
 ) -> None:
     backend, cache = FlashInfer(exact_flashinfer, EXACT, CPU), filled_cache(EXACT)
     batch, query = batch_of(query_lens, contexts), query_of(sum(query_lens), EXACT)
@@ -94,12 +95,12 @@ def test_a_step_is_torchs(
 
 def test_a_graph_follows_its_plan(exact_flashinfer: ModuleType) -> None:
     backend, cache = FlashInfer(exact_flashinfer, EXACT, CPU), filled_cache(EXACT)
-    graph = backend.graph(3, 3, BLOCK_SIZE, (None, 2))
+    graph = backend.graph(3, 3, BLOCK_SIZE, (None, Window(2)))
     query = query_of(3, EXACT)
     for contexts in ((12, 12, 12), (4, 5, 11), (9, 1, 1)):
         batch = batch_of((1, 1, 1), contexts)
         graph.prepare(batch.block_tables, contexts)
-        for plan, window in zip(graph.plans, (None, 2), strict=True):
+        for plan, window in zip(graph.plans, (None, Window(2)), strict=True):
             expected = TorchAttention().plan(batch, BLOCK_SIZE, window, torch.float32)
             torch.testing.assert_close(
                 plan.attend(query, 1, cache, EXACT.scale, None),

@@ -116,7 +116,9 @@ def engine_config(
             gpu_memory_utilization=0.9,
             enable_prefix_caching=enable_prefix_caching,
         ),
-        runner=RunnerConfig(attention_backend="sdpa", graph_buckets=graph_buckets),
+        runner=RunnerConfig(
+            attention_backend="sdpa", cpu_kernels="auto", graph_buckets=graph_buckets
+        ),
         server=ServerConfig(
             host="127.0.0.1",
             port=0,

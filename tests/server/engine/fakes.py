@@ -5,6 +5,7 @@ it, so that a wrong recompute, a lost token or a mixed-up request changes the ou
 from collections.abc import Mapping
 
 from moed.config.engine_config import SchedulerConfig
+from moed.config.windows import Window
 from moed.server.block_manager import BlockManager
 from moed.server.messages import AddRequest, SamplingParams, TokenLogprobs, TokenOutput
 from moed.server.scheduler import Sampled, Schedule, ScheduledRequest, Scheduler
@@ -36,7 +37,7 @@ class FakeCache:
     a wrong block, and one that was shared with another beginning.
     """
 
-    def __init__(self, block_size: int, window: int | None = None) -> None:
+    def __init__(self, block_size: int, window: Window | None = None) -> None:
         """`window`: the cache of the layers that slide."""
         self.block_size = block_size
         self._window = window
@@ -56,7 +57,7 @@ class FakeCache:
         tokens = scheduled.request.token_ids[:num_tokens]
         first = 0
         if self._window is not None:
-            first = max(0, scheduled.request.num_computed_tokens - self._window + 1)
+            first = max(0, self._window.first_seen(scheduled.request.num_computed_tokens))
         for index in range(first, num_tokens):
             found = self._slots[self._slot(scheduled, index)]
             assert found == (index, tokens[index], hash(tuple(tokens[:index])))
@@ -100,9 +101,9 @@ class Harness:
         max_model_len: int = 64,
         chunked: bool = True,
         shares_prefixes: bool = True,
-        window: int | None = None,
+        window: Window | None = None,
     ) -> None:
-        """`window`: of layers that slide, beside others that do not."""
+        """`window`: of layers that have one, beside others that do not."""
         self.config = SchedulerConfig(
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
@@ -113,7 +114,7 @@ class Harness:
         window_blocks = None
         if window is not None:
             # What `config.kv_layout` grants.
-            number = max_num_seqs * (window // block_size + 3) + budget // block_size
+            number = max_num_seqs * (window.size // block_size + 3) + budget // block_size
             number = min(num_blocks, number)
             window_blocks = WindowBlocks(number, window, block_size)
         self.blocks = BlockManager(

@@ -236,14 +236,17 @@ def test_latent_attention_over_processes(
         check(by_process[::members], expected, SPLIT_BUDGETS, f"of {ranks} x {members}")
 
 
-@pytest.mark.parametrize("with_graphs", [False, True])
-def test_layers_that_slide_over_processes(
+@pytest.mark.parametrize(
+    ("family", "with_graphs"), [("gpt_oss", False), ("gpt_oss", True), ("llama4_text", False)]
+)
+def test_layers_with_windows_over_processes(
     tmp_path_factory: pytest.TempPathFactory,
     workers: Callable[[int], WorkerPool],
+    family: str,
     with_graphs: bool,
 ) -> None:
     """With blocks of their own, which are given back and used again while requests go on."""
-    path, expected = made("gpt_oss", tmp_path_factory)
+    path, expected = made(family, tmp_path_factory)
     for ranks, members in ((2, 1), (1, 2)):
         arguments = (path, "all2allv", SPLIT_BUDGETS, members, True, with_graphs)
         by_process = workers(2).run(serve, *arguments)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moed.config.windows import Window
 from moed.server.block_pool import BlockPool
 from moed.server.prefix import PrefixMemory, extend_keys
 from moed.server.scheduler import Sampled
@@ -167,10 +168,10 @@ REQUESTS = st.lists(
     requests=REQUESTS,
     budget=st.integers(1, 20),
     num_blocks=st.integers(9, 40),
-    window=st.sampled_from([None, 1, 2, 4, 5, 9]),
+    window=st.sampled_from([None, *map(Window, (1, 2, 4, 5, 9)), Window(6, True), Window(8, True)]),
 )
 def test_outputs_are_those_of_each_request_alone(
-    requests: list[Any], budget: int, num_blocks: int, window: int | None
+    requests: list[Any], budget: int, num_blocks: int, window: Window | None
 ) -> None:
     harness = Harness(
         budget=budget, num_blocks=num_blocks, block_size=4, max_model_len=36, window=window

@@ -3,6 +3,7 @@
 import pytest
 
 from moed.config.kv_layout import KVLayout, kv_layout, max_window_blocks
+from moed.config.windows import Window
 from tests.server.engine.configs import engine_config
 from tests.server.engine.fakes import Harness, expected_output
 
@@ -31,7 +32,7 @@ def held(harness: Harness) -> int:
 
 @pytest.mark.parametrize(("window", "most"), [(1, 1), (4, 2), (5, 2), (6, 2), (8, 3), (9, 3)])
 def test_no_more_is_held_than_the_window_sees(window: int, most: int) -> None:
-    harness = Harness(budget=64, num_blocks=32, window=window)
+    harness = Harness(budget=64, num_blocks=32, window=Window(window))
     harness.add("a", PROMPT, 20)
     seen = []
     while harness.scheduler.has_requests:
@@ -43,7 +44,7 @@ def test_no_more_is_held_than_the_window_sees(window: int, most: int) -> None:
 
 
 def test_prompt_in_pieces_takes_what_a_piece_needs() -> None:
-    harness = Harness(budget=8, num_blocks=32, window=4)
+    harness = Harness(budget=8, num_blocks=32, window=Window(4))
     harness.add("a", PROMPT, 3)
     schedule = harness.scheduler.schedule()
     assert held(harness) == 2 and len(schedule.requests[0].request.block_ids) == 10
@@ -53,7 +54,7 @@ def test_prompt_in_pieces_takes_what_a_piece_needs() -> None:
     ("prompt", "expected"), [([*PROMPT, 1], 40), ([*PROMPT[:24], 0, 0], 24), (PROMPT, 36)]
 )
 def test_prefix_is_found_where_its_last_blocks_still_are(prompt: list[int], expected: int) -> None:
-    harness = Harness(budget=64, num_blocks=64, max_num_seqs=8, max_model_len=64, window=6)
+    harness = Harness(budget=64, num_blocks=64, max_num_seqs=8, max_model_len=64, window=Window(6))
     harness.add("first", PROMPT, 1)
     harness.run()
     harness.add("second", prompt, 4)
@@ -62,9 +63,22 @@ def test_prefix_is_found_where_its_last_blocks_still_are(prompt: list[int], expe
     assert harness.tokens("second") == expected_output(prompt, 4, [])
 
 
+@pytest.mark.parametrize(("length", "expected"), [(17, 16), (16, 12), (15, 12), (25, 24)])
+def test_prefix_of_aligned_windows_needs_nothing_of_the_windows_before(
+    length: int, expected: int
+) -> None:
+    harness = Harness(budget=64, num_blocks=64, max_model_len=64, window=Window(8, True))
+    harness.add("first", PROMPT[:length], 1)
+    harness.run()
+    harness.add("second", PROMPT[:length], 4)
+    harness.run()
+    assert harness.outputs["second"][0].num_cached_tokens == expected
+    assert harness.tokens("second") == expected_output(PROMPT[:length], 4, [])
+
+
 def test_prefix_is_shorter_where_blocks_of_the_window_are_gone() -> None:
     # 13 blocks for the windows: two prompts overwrite what is kept of the first.
-    harness = Harness(budget=16, num_blocks=64, max_num_seqs=2, max_model_len=64, window=6)
+    harness = Harness(budget=16, num_blocks=64, max_num_seqs=2, max_model_len=64, window=Window(6))
     harness.add("first", PROMPT, 1)
     harness.run()
     for name, token in (("b", 1), ("c", 2)):

@@ -1,0 +1,5 @@
+"""The forward pass on a CPU in C++, where it could be built; each part has a torch twin."""
+
+from moed.moe.native.binding import Library, describe, library, use_kernels
+
+__all__ = ["Library", "describe", "library", "use_kernels"]

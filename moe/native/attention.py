@@ -1,0 +1,159 @@
+"""The attention half of a decoder layer in one or two calls of the native kernels.
+
+Legend: T tokens, D hidden, H query heads, G KV heads, d head dim, r decoding requests.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from moed.config.windows import Window
+from moed.moe.attention import attend_prefills, plan_pieces
+from moed.moe.batch import ForwardBatch
+from moed.moe.kv_cache import KVCache
+from moed.moe.native.binding import DTYPES, AttentionLayer, Library, StepState, arguments
+from moed.moe.native.matrix import NativeMatrix
+from moed.moe.native.packing import LANES
+from moed.moe.rotary import Tables
+
+# What one call does, see kernels.cpp.
+INPUT, DECODE, OUTPUT = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Of one layer, and how its heads are treated."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_rotated: int
+    is_interleaved: bool
+    norm_after_rotary: bool
+    window: int | None
+    """Of the last tokens that a token sees."""
+    eps: float
+    scale: float
+    """Of the scores."""
+    residual_scale: float
+
+
+class NativeStep:
+    """What all layers with one `window`, None for the whole context, share in one step: made once,
+    and kept until the last of them has run.
+    """
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        tables: Tables,
+        window: Window | None,
+        block_size: int,
+        query_size: int,
+    ) -> None:
+        """`batch` has the slots and tables of these layers; `query_size` is H d."""
+        cosine, sine = tables
+        self.num_tokens = batch.num_tokens
+        self.query = cosine.new_empty(batch.num_tokens, query_size)
+        self.attended = torch.empty_like(self.query)
+        self.prefills, decodes, decode_rows = plan_pieces(batch, block_size, window, cosine.dtype)
+        rows, blocks = None, batch.block_tables
+        if len(decodes) < len(batch.query_lens):
+            rows, blocks = torch.tensor(decode_rows, dtype=torch.int64), blocks[decodes]
+        blocks = blocks.contiguous()
+        self._kept = (batch, cosine, sine, rows, blocks)
+        struct = StepState(
+            batch.num_tokens,
+            block_size,
+            blocks.shape[1],
+            batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            len(decodes),
+            None if rows is None else rows.data_ptr(),
+            blocks.data_ptr(),
+        )
+        self._struct = struct
+        self.address = ctypes.addressof(struct)
+        self.pointers = self.query.data_ptr(), self.attended.data_ptr()
+
+
+class NativeAttention:
+    """Norm, projections, rotation, the cache, attention and the residual of one layer. Decodes are
+    attended to by the kernels, other pieces by torch.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        qkv: NativeMatrix,
+        output: NativeMatrix,
+        input_norm: torch.Tensor,
+        head_norm: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        sizes: HeadSizes,
+    ) -> None:
+        """`input_norm` [D], `head_norm` [H + G, d], `sinks` [H], all in the dtype of `qkv`."""
+        self._function = library.attention
+        self._dtype, self._scale = qkv.dtype, sizes.scale
+        self._heads = (sizes.num_heads, sizes.head_dim)
+        norms = (input_norm, head_norm, sinks)
+        kept = [None if t is None else t.to(qkv.dtype).contiguous() for t in norms]
+        self._sinks = kept[2]
+        self._kept = (qkv, output, kept)
+        self._layer = AttentionLayer(
+            qkv.struct,
+            output.struct,
+            *(None if tensor is None else tensor.data_ptr() for tensor in kept),
+            sizes.num_heads,
+            sizes.num_kv_heads,
+            sizes.head_dim,
+            sizes.num_rotated,
+            sizes.is_interleaved,
+            sizes.norm_after_rotary,
+            sizes.window or 0,
+            sizes.eps,
+            sizes.scale,
+            sizes.residual_scale,
+        )
+        self._address = ctypes.addressof(self._layer)
+
+    def add_to(
+        self,
+        hidden: torch.Tensor,
+        index: int,
+        step: NativeStep,
+        cache: KVCache,
+    ) -> None:
+        """Add to `hidden` [T, D] what layer `index` attends to; its K and V go to the cache."""
+        assert hidden.is_contiguous() and hidden.dtype == self._dtype
+        common = (
+            self._address,
+            step.address,
+            hidden.data_ptr(),
+            *step.pointers,
+            cache.keys[index].data_ptr(),
+            cache.values[index].data_ptr(),
+        )
+        first = arguments(self._dtype)
+        if not step.prefills:
+            self._function(first, INPUT | DECODE | OUTPUT, *common)
+            return
+        self._function(first, INPUT, *common)
+        shape = (step.num_tokens, *self._heads)
+        query, attended = step.query.view(shape), step.attended.view(shape)
+        attend_prefills(query, attended, index, cache, step.prefills, self._scale, self._sinks)
+        self._function(first, DECODE | OUTPUT, *common)
+
+
+def can_attend(qkv: NativeMatrix | None, output: NativeMatrix | None, head_dim: int) -> bool:
+    """Whether there are kernels for such projections and heads."""
+    return (
+        qkv is not None
+        and output is not None
+        and qkv.dtype == output.dtype
+        and qkv.dtype in DTYPES
+        and head_dim % LANES == 0
+    )

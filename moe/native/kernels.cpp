@@ -1,0 +1,466 @@
+// One rank's forward pass on a CPU; every function has a plain torch twin that tests compare with.
+//
+// Legend: T tokens, D hidden, H query heads, G KV heads, d head dim, r rotated dims, E experts,
+// K top-k, I intermediate size, p (row, expert) pairs. Tensors are contiguous, in float32 or, where
+// `Arguments.is_bf16`, in bfloat16; sums are float32. binding.py holds the same structs.
+#include <algorithm>
+#include <vector>
+
+#include "matmul.h"
+
+Pool pool;
+
+// Memory that stays with the thread that asked for it.
+template <class T, int PURPOSE>
+T* scratch(int64_t count) {
+  static thread_local std::vector<T> memory;
+  if (int64_t(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+template <class T>
+INLINE void norm_row(const T* row, const T* weight, int64_t size, float eps, T* out) {
+  Vec squares{};
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) squares += load(row + i) * load(row + i);
+  float total = sum(squares);
+  for (int64_t j = i; j < size; j++) total += to_float(row[j]) * to_float(row[j]);
+  const float factor = 1.0f / std::sqrt(total / size + eps);
+  for (i = 0; i + LANES <= size; i += LANES)
+    store(out + i, load(row + i) * factor * load(weight + i));
+  for (; i < size; i++) store_one(out + i, to_float(row[i]) * factor * to_float(weight[i]));
+}
+
+// --- One product ------------------------------------------------------------------------------
+
+template <class T, class Out>
+void linear(int num_threads, const Matrix& weight, const T* input, int64_t num_rows, Out* out) {
+  Tasks tasks;
+  parallel(num_threads, [&](Team) {
+    multiply(tasks, weight, input, num_rows,
+             [&](int64_t row, int64_t column, const float* sums, int count) {
+               convert(sums, out + row * weight.num_outputs + column, count);
+             });
+  });
+}
+
+// --- Router -----------------------------------------------------------------------------------
+
+struct RouterLayer {
+  Matrix weight;  // [E, D]
+  const void* norm;  // [D]
+  float eps, scale;
+  int64_t top_k, renormalize;
+};
+
+// The K largest of softmax(logits [E]), of equals the one with the lower id first.
+void choose(float* logits, int64_t num_experts, const RouterLayer& layer, float* weights,
+            int64_t* ids) {
+  const float largest = *std::max_element(logits, logits + num_experts);
+  float total = 0, chosen = 0;
+  for (int64_t e = 0; e < num_experts; e += LANES)
+    store(logits + e, exponential(load(logits + e) - largest));
+  for (int64_t e = 0; e < num_experts; e++) total += logits[e];
+  for (int64_t k = 0; k < layer.top_k; k++) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < num_experts; e++) {
+      if (std::find(ids, ids + k, e) != ids + k) continue;
+      if (best < 0 || logits[e] > logits[best]) best = e;
+    }
+    ids[k] = best;
+    weights[k] = logits[best] / total;
+    chosen += weights[k];
+  }
+  for (int64_t k = 0; k < layer.top_k; k++)
+    weights[k] *= layer.scale / (layer.renormalize ? chosen : 1.0f);
+}
+
+template <class T>
+void route(int num_threads, const RouterLayer& layer, const T* hidden, int64_t num_tokens,
+           T* normed, float* weights, int64_t* ids) {
+  const int64_t size = layer.weight.num_inputs, num_experts = layer.weight.num_outputs;
+  const int64_t width = layer.weight.num_groups() * LANES;
+  const T* bias = static_cast<const T*>(layer.weight.bias);
+  Tasks tasks;
+  auto some_rows = [&](int64_t task) {
+    const int64_t start = task * MAX_ROWS;
+    const int count = int(std::min<int64_t>(MAX_ROWS, num_tokens - start));
+    const T* rows[MAX_ROWS];
+    float* logits = scratch<float, 0>(MAX_ROWS * width);
+    for (int r = 0; r < count; r++) {
+      T* own = normed + (start + r) * size;
+      if (layer.norm)
+        norm_row(hidden + (start + r) * size, static_cast<const T*>(layer.norm), size, layer.eps, own);
+      rows[r] = own;
+    }
+    for (int64_t first = 0; first < layer.weight.num_groups(); first += PANEL) {
+      float sums[MAX_ROWS * PANEL_SIZE];
+      const int columns = panel(layer.weight, rows, count, first, sums);
+      for (int i = 0; i < count * PANEL_SIZE; i++) {
+        const int64_t e = first * LANES + i % PANEL_SIZE;
+        if (i % PANEL_SIZE >= columns) continue;
+        // Rounded like all that a layer of this dtype gives.
+        T logit;
+        store_one(&logit, sums[i] + (bias ? to_float(bias[e]) : 0));
+        logits[i / PANEL_SIZE * width + e] = to_float(logit);
+      }
+    }
+    for (int r = 0; r < count; r++)
+      choose(logits + r * width, num_experts, layer, weights + (start + r) * layer.top_k,
+             ids + (start + r) * layer.top_k);
+  };
+  const int64_t num_tasks = (num_tokens + MAX_ROWS - 1) / MAX_ROWS;
+  parallel(num_tasks > 1 ? num_threads : 1, [&](Team) { tasks.each(num_tasks, some_rows); });
+}
+
+// --- Experts ----------------------------------------------------------------------------------
+
+struct ExpertLayer {
+  const void* gate_up;  // of each expert [2I, D] packed, groups of gate and of up in turn
+  const void* down;     // of each expert [D, I] packed
+  int64_t num_experts, hidden_size, size;
+  int64_t* rows_per_slot;  // [e], counted up
+};
+
+template <class T>
+void experts(int num_threads, const ExpertLayer& layer, const T* hidden, const int64_t* ids,
+             const float* weights, int64_t num_rows, int64_t top_k, T* out) {
+  const int64_t num_flat = num_rows * top_k, num_experts = layer.num_experts;
+  const int64_t size = layer.size, width = layer.hidden_size;
+  const int64_t size_groups = (size + LANES - 1) / LANES, groups = (width + LANES - 1) / LANES;
+  // Pairs in the order of experts: `flat_of` [p], and the other way round, -1 for other ranks'.
+  int64_t* starts = scratch<int64_t, 0>(num_experts + 1);
+  int64_t* place_of = scratch<int64_t, 1>(num_flat);
+  std::fill(starts, starts + num_experts + 1, 0);
+  for (int64_t i = 0; i < num_flat; i++)
+    if (ids[i] >= 0) starts[ids[i] + 1]++;
+  for (int64_t e = 0; e < num_experts; e++) {
+    layer.rows_per_slot[e] += starts[e + 1];
+    starts[e + 1] += starts[e];
+  }
+  const int64_t num_pairs = starts[num_experts];
+  int64_t* next = scratch<int64_t, 2>(num_experts);
+  std::copy(starts, starts + num_experts, next);
+  const T** row_of = scratch<const T*, 3>(num_pairs);
+  const T** active_rows = scratch<const T*, 4>(num_pairs);
+  T* active = scratch<T, 5>(num_pairs * size);
+  float* results = scratch<float, 6>(num_pairs * width);
+  for (int64_t i = 0; i < num_flat; i++) {
+    place_of[i] = ids[i] < 0 ? -1 : next[ids[i]]++;
+    if (ids[i] >= 0) row_of[place_of[i]] = hidden + i / top_k * width;
+  }
+  for (int64_t p = 0; p < num_pairs; p++) active_rows[p] = active + p * size;
+  // Parts of experts with rows: {expert, first pair, pairs}.
+  struct Part {
+    int64_t expert, first;
+    int count;
+  };
+  std::vector<Part> parts;
+  for (int64_t e = 0; e < num_experts; e++)
+    for (int64_t p = starts[e]; p < starts[e + 1]; p += ROWS_OF_TASK)
+      parts.push_back({e, p, int(std::min<int64_t>(ROWS_OF_TASK, starts[e + 1] - p))});
+  const int64_t num_parts = parts.size();
+  // A panel of gate and up has PANEL groups in all.
+  const int64_t up_panels = (2 * size_groups + PANEL - 1) / PANEL;
+  const int64_t down_panels = (groups + PANEL - 1) / PANEL;
+  Tasks first, second, third;
+  parallel(num_pairs ? num_threads : 1, [&](Team team) {
+    first.each(num_parts * up_panels, [&](int64_t task) {
+      const Part& part = parts[task / up_panels];
+      const Matrix gate_up{static_cast<const T*>(layer.gate_up) +
+                               part.expert * 2 * size_groups * LANES * width,
+                           nullptr, 2 * size_groups * LANES, width};
+      float sums[ROWS_OF_TASK * PANEL_SIZE];
+      const int64_t start = task % up_panels * PANEL;
+      const int columns = panel(gate_up, row_of + part.first, part.count, start, sums);
+      for (int r = 0; r < part.count; r++)
+        for (int i = 0; i < columns; i += 2 * LANES) {
+          const float* own = sums + r * PANEL_SIZE + i;
+          const int64_t column = (start * LANES + i) / 2;
+          store(active + (part.first + r) * size + column, silu(load(own)) * load(own + LANES),
+                int(std::min<int64_t>(LANES, size - column)));
+        }
+    });
+    team.barrier();
+    second.each(num_parts * down_panels, [&](int64_t task) {
+      const Part& part = parts[task / down_panels];
+      const Matrix down{static_cast<const T*>(layer.down) + part.expert * groups * LANES * size,
+                        nullptr, width, size};
+      float sums[ROWS_OF_TASK * PANEL_SIZE];
+      const int64_t start = task % down_panels * PANEL;
+      const int columns = panel(down, active_rows + part.first, part.count, start, sums);
+      for (int r = 0; r < part.count; r++)
+        std::copy(sums + r * PANEL_SIZE, sums + r * PANEL_SIZE + columns,
+                  results + (part.first + r) * width + start * LANES);
+    });
+    team.barrier();
+    third.each(num_rows, [&](int64_t row) {
+      for (int64_t column = 0; column < width; column += LANES) {
+        Vec total{};
+        const int count = int(std::min<int64_t>(LANES, width - column));
+        for (int64_t k = row * top_k; k < (row + 1) * top_k; k++) {
+          if (place_of[k] < 0) continue;
+          Vec result{};
+          memcpy(&result, results + place_of[k] * width + column, count * sizeof(float));
+          total += result * (weights ? weights[k] : 1.0f);
+        }
+        store(out + row * width + column, total, count);
+      }
+    });
+  });
+}
+
+// --- Attention --------------------------------------------------------------------------------
+
+struct AttentionLayer {
+  Matrix qkv, output;      // [(H + 2G) d, D] and [D, H d]
+  const void* input_norm;  // [D]
+  const void* head_norm;   // [H + G, d] or null
+  const void* sinks;       // [H] or null
+  int64_t num_heads, num_kv_heads, head_dim, num_rotated, is_interleaved, norm_after_rotary;
+  int64_t window;  // 0: none
+  float eps, scale, residual_scale;
+};
+
+struct StepState {
+  int64_t num_tokens, block_size, table_width;
+  const int64_t* positions;  // [T]
+  const int64_t* slots;      // [T]
+  const void* cosine;        // [T, r]
+  const void* sine;          // [T, r], signed
+  int64_t num_decodes;
+  const int64_t* decode_rows;  // [num_decodes] of T, or null: all in order
+  const int64_t* tables;       // [num_decodes, table_width]
+};
+
+// Queries and keys of one token turned and normed, keys and values into the cache.
+template <class T>
+void finish_heads(const AttentionLayer& layer, const StepState& step, int64_t token,
+                  const T* states, T* query, T* keys, T* values) {
+  const int64_t d = layer.head_dim, r = layer.num_rotated;
+  const int64_t kv_row = step.slots[token] * layer.num_kv_heads * d;
+  const T* cosine = static_cast<const T*>(step.cosine) + token * r;
+  const T* sine = static_cast<const T*>(step.sine) + token * r;
+  T* normed = scratch<T, 7>(d);
+  for (int64_t head = 0; head < layer.num_heads + layer.num_kv_heads; head++) {
+    const T* state = states + head * d;
+    const int64_t kv_head = head - layer.num_heads;
+    T* to = kv_head < 0 ? query + head * d : keys + kv_row + kv_head * d;
+    const T* weight = static_cast<const T*>(layer.head_norm) + head * d;
+    if (layer.head_norm && !layer.norm_after_rotary) {
+      norm_row(state, weight, d, layer.eps, normed);
+      state = normed;
+    }
+    for (int64_t i = 0; i < r; i++) {
+      const int64_t other = layer.is_interleaved ? i ^ 1 : i < r / 2 ? i + r / 2 : i - r / 2;
+      store_one(to + i, to_float(state[i]) * to_float(cosine[i]) +
+                            to_float(state[other]) * to_float(sine[i]));
+    }
+    std::copy(state + r, state + d, to + r);
+    if (layer.head_norm && layer.norm_after_rotary) {
+      norm_row(to, weight, d, layer.eps, normed);
+      std::copy(normed, normed + d, to);
+    }
+  }
+  const T* own = states + (layer.num_heads + layer.num_kv_heads) * d;
+  std::copy(own, own + layer.num_kv_heads * d, values + kv_row);
+}
+
+// out[h] += sum over tokens of weights[h][token] value[token], for HT heads and CT x 16 dims.
+template <int HT, int CT, class T>
+INLINE void weigh(const float* weights, int64_t stride, const T* const* values, int64_t count,
+                  int64_t d, float* out) {
+  Vec acc[HT][CT];
+  for (int h = 0; h < HT; h++)
+    for (int c = 0; c < CT; c++) acc[h][c] = load(out + h * d + c * LANES);
+  for (int64_t t = 0; t < count; t++) {
+    Vec value[CT];
+    for (int c = 0; c < CT; c++) value[c] = load(values[t] + c * LANES);
+    for (int h = 0; h < HT; h++)
+      for (int c = 0; c < CT; c++) acc[h][c] += value[c] * weights[h * stride + t];
+  }
+  for (int h = 0; h < HT; h++)
+    for (int c = 0; c < CT; c++) store(out + h * d + c * LANES, acc[h][c]);
+}
+
+// The query heads of one KV head, for one token: scores, softmax, weighted sum of values.
+template <class T>
+void attend(const AttentionLayer& layer, const StepState& step, int64_t decode, int64_t kv_head,
+            const T* query, const T* keys, const T* values, T* out) {
+  const int64_t d = layer.head_dim, heads = layer.num_heads / layer.num_kv_heads;
+  const int64_t token = step.decode_rows ? step.decode_rows[decode] : decode;
+  const int64_t context = step.positions[token] + 1;
+  const int64_t start = layer.window && context > layer.window ? context - layer.window : 0;
+  const int64_t count = context - start, padded = (count + LANES - 1) / LANES * LANES;
+  const int64_t* table = step.tables + decode * step.table_width;
+  auto row_of = [&](int64_t position) {
+    const int64_t block = table[position / step.block_size];
+    return ((block * step.block_size + position % step.block_size) * layer.num_kv_heads + kv_head) * d;
+  };
+  const int64_t first_head = token * layer.num_heads + kv_head * heads;
+  float* scores = scratch<float, 8>(heads * padded);
+  float* queries = scratch<float, 9>(heads * d);
+  float* sums_out = scratch<float, 10>(heads * d);
+  for (int64_t i = 0; i < heads * d; i += LANES)
+    store(queries + i, load(query + first_head * d + i) * layer.scale);
+  for (int64_t base = 0; base < padded; base += LANES) {
+    const T* rows[LANES];
+    for (int64_t j = 0; j < LANES; j++)
+      rows[j] = keys + row_of(start + std::min(base + j, count - 1));
+    for (int64_t h = 0; h < heads; h++) {
+      Vec parts[LANES];
+      for (int j = 0; j < LANES; j++) {
+        Vec part{};
+        for (int64_t c = 0; c < d; c += LANES) part += load(queries + h * d + c) * load(rows[j] + c);
+        parts[j] = part;
+      }
+      store(scores + h * padded + base, sums(parts));
+    }
+  }
+  for (int64_t h = 0; h < heads; h++) {
+    float* own = scores + h * padded;
+    float largest = *std::max_element(own, own + count);
+    const T* sinks = static_cast<const T*>(layer.sinks) + kv_head * heads;
+    if (layer.sinks) largest = std::max(largest, to_float(sinks[h]));
+    std::fill(own + count, own + padded, -INFINITY);
+    Vec total{};
+    for (int64_t i = 0; i < padded; i += LANES) {
+      Vec weight = exponential(load(own + i) - largest);
+      store(own + i, weight);
+      total += weight;
+    }
+    float divisor = sum(total);
+    if (layer.sinks) divisor += exponential(broadcast(to_float(sinks[h]) - largest))[0];
+    for (int64_t i = 0; i < padded; i += LANES) store(own + i, load(own + i) / divisor);
+  }
+  std::fill(sums_out, sums_out + heads * d, 0.0f);
+  for (int64_t base = 0; base < count; base += LANES) {
+    const int64_t size = std::min<int64_t>(LANES, count - base);
+    const T* rows[LANES];
+    for (int64_t c = 0; c < d;) {
+      for (int64_t j = 0; j < size; j++) rows[j] = values + row_of(start + base + j) + c;
+      const bool wide = d - c >= 4 * LANES;
+      for (int64_t h = 0; h < heads;) {
+        const bool several = heads - h >= 4;
+        const float* weights = scores + h * padded + base;
+        float* to = sums_out + h * d + c;
+        if (several && wide) weigh<4, 4>(weights, padded, rows, size, d, to);
+        else if (several) weigh<4, 1>(weights, padded, rows, size, d, to);
+        else if (wide) weigh<1, 4>(weights, padded, rows, size, d, to);
+        else weigh<1, 1>(weights, padded, rows, size, d, to);
+        h += several ? 4 : 1;
+      }
+      c += wide ? 4 * LANES : LANES;
+    }
+  }
+  for (int64_t i = 0; i < heads * d; i += LANES) store(out + first_head * d + i, load(sums_out + i));
+}
+
+enum Phases { INPUT = 1, DECODE = 2, OUTPUT = 4 };
+
+// What `phases` say of: queries from `hidden` and K and V into the cache; decodes attend; `hidden`
+// plus what the output projection makes of `attended`.
+template <class T>
+void attention(int num_threads, int64_t phases, const AttentionLayer& layer, const StepState& step,
+               T* hidden, T* query, T* attended, T* keys, T* values) {
+  const int64_t size = layer.qkv.num_inputs, width = layer.qkv.num_outputs;
+  const int64_t num_tokens = step.num_tokens;
+  const int64_t query_size = layer.num_heads * layer.head_dim;
+  T* normed = scratch<T, 0>(num_tokens * size);
+  T* states = scratch<T, 1>(num_tokens * width);
+  Tasks norms, products, heads, decodes, outputs;
+  parallel(num_threads, [&](Team team) {
+    if (phases & INPUT) {
+      norms.each(num_tokens, [&](int64_t token) {
+        norm_row(hidden + token * size, static_cast<const T*>(layer.input_norm), size, layer.eps,
+                 normed + token * size);
+      });
+      team.barrier();
+      multiply(products, layer.qkv, normed, num_tokens,
+               [&](int64_t row, int64_t column, const float* sums, int count) {
+                 convert(sums, states + row * width + column, count);
+               });
+      team.barrier();
+      heads.each(num_tokens, [&](int64_t token) {
+        finish_heads(layer, step, token, states + token * width, query + token * query_size, keys,
+                     values);
+      });
+      team.barrier();
+    }
+    if (phases & DECODE) {
+      decodes.each(step.num_decodes * layer.num_kv_heads, [&](int64_t task) {
+        attend(layer, step, task / layer.num_kv_heads, task % layer.num_kv_heads, query, keys,
+               values, attended);
+      });
+      team.barrier();
+    }
+    if (phases & OUTPUT)
+      multiply(outputs, layer.output, attended, num_tokens,
+               [&](int64_t row, int64_t column, const float* sums, int count) {
+                 T* to = hidden + row * size + column;
+                 T part[PANEL_SIZE];
+                 convert(sums, part, count);
+                 for (int i = 0; i < count; i++)
+                   store_one(to + i, to_float(to[i]) + to_float(part[i]) * layer.residual_scale);
+               });
+  });
+}
+
+// --- What binding.py calls --------------------------------------------------------------------
+
+struct Arguments {
+  int64_t is_bf16, num_threads;
+};
+
+#define BY_DTYPE(call)                                      \
+  if (arguments->is_bf16) {                                 \
+    using T = bf16;                                         \
+    call;                                                   \
+  } else {                                                  \
+    using T = float;                                        \
+    call;                                                   \
+  }
+
+extern "C" {
+
+void moed_use_pool(void* parallel, void* thread_number, void* num_threads, void* barrier) {
+  pool = {ParallelFunction(parallel), NumberFunction(thread_number), NumberFunction(num_threads),
+          BarrierFunction(barrier)};
+}
+
+void moed_linear(const Arguments* arguments, const Matrix* weight, const void* input,
+                 int64_t num_rows, void* out) {
+  BY_DTYPE(linear(arguments->num_threads, *weight, (const T*)input, num_rows, (T*)out))
+}
+
+void moed_norm(const Arguments* arguments, const void* input, const void* weight, int64_t num_rows,
+               int64_t size, float eps, void* out) {
+  Tasks tasks;
+  BY_DTYPE(parallel(num_rows > 8 ? arguments->num_threads : 1, [&](Team) {
+    tasks.each(num_rows, [&](int64_t row) {
+      norm_row((const T*)input + row * size, (const T*)weight, size, eps, (T*)out + row * size);
+    });
+  }))
+}
+
+void moed_route(const Arguments* arguments, const RouterLayer* layer, const void* hidden,
+                int64_t num_tokens, void* normed, float* weights, int64_t* ids) {
+  BY_DTYPE(route(arguments->num_threads, *layer, (const T*)hidden, num_tokens, (T*)normed, weights,
+                 ids))
+}
+
+void moed_experts(const Arguments* arguments, const ExpertLayer* layer, const void* hidden,
+                  const int64_t* ids, const float* weights, int64_t num_rows, int64_t top_k,
+                  void* out) {
+  BY_DTYPE(experts(arguments->num_threads, *layer, (const T*)hidden, ids, weights, num_rows, top_k,
+                   (T*)out))
+}
+
+void moed_attention(const Arguments* arguments, int64_t phases, const AttentionLayer* layer,
+                    const StepState* step, void* hidden, void* query, void* attended, void* keys,
+                    void* values) {
+  BY_DTYPE(attention(arguments->num_threads, phases, *layer, *step, (T*)hidden, (T*)query,
+                     (T*)attended, (T*)keys, (T*)values))
+}
+
+}  // extern "C"
