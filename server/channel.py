@@ -7,6 +7,7 @@ heard.
 
 import asyncio
 import logging
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 # A message is a prompt or a step's tokens. The front end refuses longer prompts; this bounds what a
 # fault could send.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+# Then others on the event loop have their turn.
+MAX_TAKEN_AT_ONCE = 16
 MAX_PENDING_MESSAGES = 100_000
 SEND_TIMEOUT_S = 30
 
@@ -92,11 +95,27 @@ class FrontendChannel:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
         self._encoder = msgspec.msgpack.Encoder()
+        # The same socket, read without the event loop.
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
+        self._received: deque[list[bytes]] = deque()
 
     async def receive(self) -> FromEngine:
         """The next message of any engine. Raises `asyncio.CancelledError` as usual."""
-        _, payload = await self._socket.recv_multipart()
+        if not self._received:
+            await asyncio.sleep(0)
+            if not self._take_what_is_there():
+                self._received.append(await self._socket.recv_multipart())
+        _, payload = self._received.popleft()
         return _from_engine.decode(payload)
+
+    def _take_what_is_there(self) -> bool:
+        """Messages that can be had without waiting: waiting costs more than a message does."""
+        for _ in range(MAX_TAKEN_AT_ONCE):
+            try:
+                self._received.append(self._plain.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        return bool(self._received)
 
     def send(self, rank: int, message: ToEngine) -> None:
         """Queue one message for an engine that has spoken before; order is kept. A lost engine is

@@ -84,7 +84,15 @@ class TextTokenizer:
         """As `encode`, without holding up the event loop."""
         if len(text) <= MAX_INLINE_CHARACTERS:
             return self.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens)
+        return await asyncio.to_thread(self._encode_long, text, add_special_tokens)
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As `encode`. A batch, even of one, is the only call that lets other threads run."""
+        (encoded,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoded.ids
+        return ids
 
     # Ids to text ---------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -115,7 +116,7 @@ class AppState:
         assert self.text is not None
         return self.text
 
-    @property
+    @cached_property
     def system_fingerprint(self) -> str:
         return f"moed-{self.version}-{self.config.digest():016x}"[: len(self.version) + 14]
 

@@ -33,13 +33,15 @@ def tokenization_router(state: AppState) -> APIRouter:
         if add_special is None:
             add_special = not is_chat
         (ids,) = await encode_all(state, [text], add_special)
-        names = [state.tools.tokenizer.token_name(i) for i in ids]
+        names = None
+        if body.return_token_strs:
+            names = await asyncio.to_thread(_names, ids, state)
         return _json(
             {
                 "count": len(ids),
                 "max_model_len": state.context_length,
                 "tokens": ids,
-                "token_strs": names if body.return_token_strs else None,
+                "token_strs": names,
             }
         )
 
@@ -59,6 +61,10 @@ def tokenization_router(state: AppState) -> APIRouter:
         return _json(state.tools.info)
 
     return router
+
+
+def _names(ids: list[int], state: AppState) -> list[str]:
+    return [state.tools.tokenizer.token_name(token_id) for token_id in ids]
 
 
 async def _text_of(body: TokenizeBody, state: AppState) -> tuple[str, bool]:

@@ -52,6 +52,8 @@ class FakeEngine:
         self._arrivals = arrivals
         self.script: Script = repeat_prompt
         self.step_s = 0.0
+        self.load_interval_s = 0.0
+        self._told_load_at = 0.0
         self.is_paused = False
         self.expert_rows = [10, 1, 0, 0]
         """By slot, of the only MoE layer."""
@@ -139,7 +141,9 @@ class FakeEngine:
             outputs += [self._advance(request_id) for request_id in list(self._running)]
         if outputs:
             self._num_steps += 1
-            channel.send(ExpertLoad(self.rank, [0], [self.expert_rows]))
+            if time.monotonic() - self._told_load_at >= self.load_interval_s:
+                self._told_load_at = time.monotonic()
+                channel.send(ExpertLoad(self.rank, [0], [self.expert_rows]))
             channel.send(StepOutputs(self.rank, outputs, self._stats()))
             time.sleep(self.step_s)
         elif self._running:
