@@ -140,23 +140,19 @@ def plan_attention(
     """`window`: what a token sees; None: all before it. Blocks before the first window of a request
     are not read.
     """
-    prefills, decodes, decode_rows = plan_pieces(batch, block_size, window, dtype)
-    widths = [-(-batch.context_lens[request] // block_size) for request in decodes]
-    most = max(1, MAX_GRAPH_KV_ROWS // block_size)
-    groups = decode_groups(widths, most)
-    if len(groups) == 1 and len(decodes) == len(batch.query_lens):
+    prefills, requests, decode_rows = plan_pieces(batch, block_size, window, dtype)
+    widths = [-(-batch.context_lens[request] // block_size) for request in requests]
+    groups = decode_groups(widths, max(1, MAX_GRAPH_KV_ROWS // block_size))
+    if len(groups) == 1 and len(requests) == len(batch.query_lens):
         tables = batch.block_tables[:, : max(widths)]
-        return AttentionPlan(
-            (), (_decodes(None, tables, batch.positions, block_size, window, dtype),)
-        )
+        whole = _decodes(None, tables, batch.positions, block_size, window, dtype)
+        return AttentionPlan((), (whole,))
     made = []
     for group in groups:
-        rows_of_group = torch.tensor(
-            [decode_rows[at] for at in group], device=batch.positions.device
-        )
-        tables = batch.block_tables[
-            [decodes[at] for at in group], : max(widths[at] for at in group)
-        ]
+        rows = [decode_rows[at] for at in group]
+        rows_of_group = torch.tensor(rows, device=batch.positions.device)
+        width = max(widths[at] for at in group)
+        tables = batch.block_tables[[requests[at] for at in group], :width]
         positions = batch.positions[rows_of_group]
         made.append(_decodes(rows_of_group, tables, positions, block_size, window, dtype))
     return AttentionPlan(prefills, tuple(made))

@@ -21,7 +21,8 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, eps: float) -> t
 
 def _can_norm(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
-        hidden.dtype in DTYPES
+        hidden.dim() == 2
+        and hidden.dtype in DTYPES
         and weight.dtype == hidden.dtype
         and weight.shape == hidden.shape[1:]
         and hidden.is_contiguous()

@@ -69,9 +69,11 @@ def gpu_config(backend: str, ranks: int, folder: pathlib.Path | None) -> EngineC
     else:
         config = harness.engine_config(folder, backend=backend, ranks=ranks, load_format="dummy")
     parallel = dataclasses.replace(config.parallel, device="cuda")
+    # A CPU's own kernels would follow pointers of tensors without memory.
+    runner = dataclasses.replace(config.runner, cpu_kernels="torch")
     # What torch's grouped product takes.
     model = dataclasses.replace(config.model, dtype="bfloat16")
-    return dataclasses.replace(config, parallel=parallel, model=model)
+    return dataclasses.replace(config, parallel=parallel, model=model, runner=runner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,8 @@ def make_step(backend: str, ranks: int, in_graph: bool, folder: pathlib.Path | N
     """As a graph of so many ranks records it, or as it runs eagerly."""
     config, groups = gpu_config(backend, ranks, folder), one_rank(world_size=ranks)
     groups.device = mock.Mock()
+    # Rows travel by collectives, as on GPUs, not through a host's memory.
+    groups.is_single_node = False
     made = create_backend(
         backend, groups, config.placement(), config.fused_moe, torch.bfloat16, CPU
     )
