@@ -54,8 +54,8 @@ build: $(VENV)/.installed  ## wheel and sdist, into build/wheels (dist/ holds so
 bench: $(VENV)/.installed  ## load on the daemon: tokens/s, TTFT, inter-token latency (ARGS="--model DIR")
 	@$(BIN)/python -m tests.benchmarks.serving $(ARGS)
 
-gpu-check: $(VENV)/.installed  ## everything that needs a GPU, in one run
-	@$(BIN)/pytest -m gpu $(ARGS)
+gpu-check: $(VENV)/.installed  ## all that needs a GPU, within 8 minutes: kernels, models, speed, graphs (exit code 2: no GPU)
+	@$(BIN)/python -m tests.gpu.check $(ARGS)
 
 clean:  ## remove what the commands above made (never the source folder dist/)
 	@rm -rf build .links $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -16,6 +16,10 @@ WITH_SINKS = frozenset({"gpt_oss"})
 # Those with windows that do not slide.
 WITH_ALIGNED_WINDOWS = frozenset({"llama4_text"})
 
+SINK_MASK_NUMBERS = 2**26
+"""Of one mask for the query heads of a KV head, where each head has scores of its own in it."""
+LATENT_EXPANDED_BYTES = 64 * 2**20
+"""K and V that latent attention makes of a context at a time, for a group of heads."""
 WORKSPACE_BYTES = 512 * 2**20
 """Of all wrappers together: parts of sums, where a request's context is split over a GPU."""
 PLAN_BYTES = 8 * 2**20

@@ -220,6 +220,18 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True)
+class ObservabilityConfig:
+    """What the processes tell of their work."""
+
+    log_format: str
+    """"text", or "json" for one object a line."""
+    log_requests: bool
+    """A JSON line for each request that has ended."""
+    metrics_compat: str
+    """"vllm": every series that vLLM has is shown under its name too; or "none"."""
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """The HTTP front end and the manners of the processes."""
 
@@ -246,6 +258,7 @@ class ServerConfig:
     """None: plain http://."""
     cors: CorsConfig | None
     """None: no page of another origin may call from a browser."""
+    observability: ObservabilityConfig
 
 
 @dataclass(frozen=True)

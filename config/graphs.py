@@ -12,7 +12,9 @@ MAX_GRAPH_ROWS = 512
 MIN_GRAPH_TOKENS = 1024
 """Context that the narrowest graph holds."""
 MAX_GRAPH_KV_ROWS = 2**18
-"""Rows x context of one graph, where attention copies that much of the cache for each layer."""
+"""Requests x context of one graph, where attention copies that much of the cache for each layer;
+and of the requests of an eager step that decode together.
+"""
 
 
 @dataclass(frozen=True, order=True)

@@ -5,13 +5,14 @@ Legend: R ranks of the expert-parallel group, S requests, N tokens that one rank
 (`dispatch_capacity`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moed.config import deep_ep_limits as limits
+from moed.config.attention_memory import attention_items
 from moed.config.capabilities import ActivationFormat, BackendCapabilities, DeepEPMode
 from moed.config.deep_ep_question import dispatch_capacity, num_dispatched_experts
 from moed.config.engine_config import EngineConfig
+from moed.config.items import Item, total
 from moed.config.machine import Machine
 from moed.config.weight_bytes import (
     BYTES_PER_NUMBER,
@@ -22,19 +23,6 @@ ID_BYTES = 4
 WEIGHT_BYTES = 4
 FLOAT_BYTES = 4
 ROW_PART_ALIGNMENT = 8
-
-
-@dataclass(frozen=True)
-class Item:
-    """One line of the arithmetic."""
-
-    name: str
-    num_bytes: int
-    formula: str
-
-
-def total(items: Sequence[Item]) -> int:
-    return sum(item.num_bytes for item in items)
 
 
 def num_useful_tokens(config: EngineConfig) -> int:
@@ -148,8 +136,8 @@ def _wire_row(config: EngineConfig) -> tuple[int, str]:
 
 
 def workspace_items(config: EngineConfig, backend: BackendCapabilities) -> list[Item]:
-    """Tensors of one MoE layer and of the logits at their largest, when every token of every rank
-    chooses experts of this one.
+    """Tensors of one MoE layer, of attention and of logits at their largest, when every token of
+    every rank chooses experts of this one.
     """
     moe, size = config.fused_moe, BYTES_PER_NUMBER[config.model.dtype]
     rows, text = num_received_rows(config, backend)
@@ -166,7 +154,7 @@ def workspace_items(config: EngineConfig, backend: BackendCapabilities) -> list[
         pair = moe.hidden_size * (size + FLOAT_BYTES) + inner
         what = f"{rows} rows x {choices} choices x {pair} B (rows, gate and up, sums in float32)"
         items.append(Item("rows by expert", rows * choices * pair, what))
-    return [*items, _logits(config)]
+    return [*items, *attention_items(config), _logits(config)]
 
 
 def _logits(config: EngineConfig) -> Item:

@@ -9,6 +9,7 @@ from typing import Any
 
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
+from moed.config.missing_parts import MISSING_PARTS
 from moed.config.nested import text_part
 from moed.config.quantization import quantization_of
 
@@ -16,26 +17,10 @@ SERVED_MODEL_TYPES = (
     *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"),
     *("gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "kimi_k2"),
     *("llama4_text", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
-    *("glm4v_moe_text", "qwen3_vl_moe_text"),
+    *("glm4v_moe_text", "qwen3_vl_moe_text", "solar_open"),
 )
 # Of each expert, where config.json has other fields for it too.
 EXPERT_SIZE_FIELDS = {"hunyuan_v1_moe": ("intermediate_size",)}
-# What the decoder lacks for other Mixture-of-Experts models, by model type.
-_LINEAR, _MAMBA = "linear attention with a state", "Mamba layers with a state"
-_INDEXER = "a sparse indexer over the context"
-MISSING_PARTS = MappingProxyType(
-    {
-        **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "minimax"), _LINEAR),
-        **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _LINEAR),
-        **dict.fromkeys(("nemotron_h", "granitemoehybrid", "jamba"), _MAMBA),
-        **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "dots3_note"), _INDEXER),
-        "minimax_m3": "block-sparse attention",
-        "lfm2_moe": "short convolutions with a state",
-        "longcat_flash": "experts that compute nothing",
-        "step3p5": "gated attention",
-        "mimo_v2_flash": "attention whose K and V differ in size",
-    }
-)
 DTYPES = ("float32", "bfloat16", "float16")
 
 BUNDLED_NAME = "moed-demo"

@@ -10,10 +10,10 @@ from moed.config import deep_ep_limits as limits
 from moed.config.capabilities import ActivationFormat, DeepEPMode
 from moed.config.deep_ep_question import dispatch_capacity, num_dispatched_experts
 from moed.config.engine_config import EngineConfig
+from moed.config.items import Item
 from moed.config.kv_layout import kv_layout
 from moed.config.machine import Machine
 from moed.config.memory import (
-    Item,
     RankMemory,
     dispatch_items,
     moe_bytes_per_rank,

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from moed.config.memory import Item, total
+from moed.config.items import Item, total
 from moed.config.plan import Plan
 from moed.config.planning import Alternative, FullPlan
 from moed.config.sizes import format_bytes

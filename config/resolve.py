@@ -15,6 +15,7 @@ from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ObservabilityConfig,
     ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
@@ -286,6 +287,11 @@ def _server(settings: ServeSettings) -> ServerConfig:
         request_timeout_s=settings.request_timeout,
         tls=tls_config(settings),
         cors=cors_config(settings),
+        observability=ObservabilityConfig(
+            log_format=settings.log_format,
+            log_requests=settings.log_requests,
+            metrics_compat=settings.metrics_compat,
+        ),
     )
 
 

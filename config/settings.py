@@ -353,6 +353,18 @@ class ServeSettings:
         synonyms=REASONING_SYNONYMS,
         metavar="NAME",
     )
+    log_requests: bool = option(
+        False,
+        "log a JSON line for each request that has ended; never prompts or outputs",
+        group=HTTP,
+        aliases=("enable_log_requests",),
+    )
+    metrics_compat: str = option(
+        "vllm",
+        "vllm: /metrics shows what vLLM shows under its names too",
+        group=HTTP,
+        choices=("vllm", "none"),
+    )
     access_log: bool = option(True, "log a line for each HTTP request", group=HTTP)
 
     config: str | None = option(
@@ -369,6 +381,12 @@ class ServeSettings:
         group=PROCESSES,
         common=True,
         choices=("debug", "info", "warning", "error"),
+    )
+    log_format: str = option(
+        "text",
+        "json: each log line is one object",
+        group=PROCESSES,
+        choices=("text", "json"),
     )
     shutdown_timeout: float = option(
         30.0,

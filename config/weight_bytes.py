@@ -24,16 +24,18 @@ NORMED = frozenset(
 CORRECTED = frozenset(
     {
         *("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text"),
-        *("kimi_k2", "minimax_m2"),
+        *("kimi_k2", "minimax_m2", "solar_open"),
     }
 )
 # Those whose router computes in float32.
 FLOAT32_ROUTED = frozenset(
     {
         *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"),
-        *("glm4v_moe_text", "kimi_k2"),
+        *("glm4v_moe_text", "kimi_k2", "solar_open"),
     }
 )
+# Those whose attention has biases of queries, keys and values alone.
+WITHOUT_OUTPUT_BIAS = frozenset({"glm4_moe", "glm4v_moe_text", "solar_open"})
 # Dense layers before the first MoE layer, where config.json does not say.
 NUM_FIRST_DENSE = {"deepseek_v3": 3, "glm4_moe_lite": 1, "glm4v_moe_text": 1}
 
@@ -206,7 +208,7 @@ def _attention(config: EngineConfig) -> int:
     is_gpt_oss = model.model_type == "gpt_oss"
     count += heads if is_gpt_oss else 0
     if model.hf_config.get("attention_bias", is_gpt_oss):
-        count += rows + (0 if model.model_type in ("glm4_moe", "glm4v_moe_text") else hidden)
+        count += rows + (0 if model.model_type in WITHOUT_OUTPUT_BIAS else hidden)
     elif model.model_type == "qwen2_moe" and model.hf_config.get("qkv_bias", True):
         count += rows
     has_norm = model.hf_config.get("use_qk_norm") and model.model_type != "llama4_text"

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from moed.config.attention import SINK_MASK_NUMBERS
+from moed.config.graphs import MAX_GRAPH_KV_ROWS
 from moed.config.windows import Window
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
@@ -30,7 +32,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decodes:
-    """All requests with one token, padded to the longest of them."""
+    """Requests with one token, padded to the longest of them."""
 
     rows: torch.Tensor | None
     """[r] int64, None when the step holds nothing else."""
@@ -96,7 +98,7 @@ class AttentionPlan:
     """A `StepAttention` with plain torch."""
 
     prefills: tuple[Prefill, ...]
-    decodes: Decodes | None
+    decodes: tuple[Decodes, ...]
 
     def attend(
         self,
@@ -139,20 +141,25 @@ def plan_attention(
     are not read.
     """
     prefills, decodes, decode_rows = plan_pieces(batch, block_size, window, dtype)
-    if not decodes:
-        return AttentionPlan(prefills, None)
-    num_blocks = -(-max(batch.context_lens[request] for request in decodes) // block_size)
-    tables, positions, rows_of_decodes = batch.block_tables, batch.positions, None
-    if prefills or len(decodes) < len(batch.query_lens):
-        rows_of_decodes = torch.tensor(decode_rows, device=positions.device)
-        tables, positions = tables[decodes], positions[rows_of_decodes]
-    tables = tables[:, :num_blocks]
-    begins = torch.zeros_like(positions)
-    if window is not None:
-        tables, begins = _last_blocks(tables, positions, block_size, window)
-    positions, begins = (each[:, None, None, None] for each in (positions, begins))
-    mask = _mask(positions, begins, tables.shape[1] * block_size, window, dtype)
-    return AttentionPlan(prefills, Decodes(rows_of_decodes, tables.flatten(), mask))
+    widths = [-(-batch.context_lens[request] // block_size) for request in decodes]
+    most = max(1, MAX_GRAPH_KV_ROWS // block_size)
+    groups = decode_groups(widths, most)
+    if len(groups) == 1 and len(decodes) == len(batch.query_lens):
+        tables = batch.block_tables[:, : max(widths)]
+        return AttentionPlan(
+            (), (_decodes(None, tables, batch.positions, block_size, window, dtype),)
+        )
+    made = []
+    for group in groups:
+        rows_of_group = torch.tensor(
+            [decode_rows[at] for at in group], device=batch.positions.device
+        )
+        tables = batch.block_tables[
+            [decodes[at] for at in group], : max(widths[at] for at in group)
+        ]
+        positions = batch.positions[rows_of_group]
+        made.append(_decodes(rows_of_group, tables, positions, block_size, window, dtype))
+    return AttentionPlan(prefills, tuple(made))
 
 
 def plan_pieces(
@@ -184,6 +191,41 @@ def plan_pieces(
             prefills.append(Prefill(rows, blocks, context, mask))
         row += num_tokens
     return tuple(prefills), decodes, decode_rows
+
+
+def decode_groups(widths: Sequence[int], most: int) -> list[list[int]]:
+    """Requests of `widths` blocks, in groups of at most `most` blocks once all are padded to the
+    widest of their group; one that is wider goes alone. One group, if it can be.
+    """
+    if not widths:
+        return []
+    if len(widths) * max(widths) <= most:
+        return [list(range(len(widths)))]
+    groups: list[list[int]] = []
+    # Those of like width together, or one long request would make all others as long.
+    for request in sorted(range(len(widths)), key=lambda at: -widths[at]):
+        if groups and (len(groups[-1]) + 1) * widths[groups[-1][0]] <= most:
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    return groups
+
+
+def _decodes(
+    rows: torch.Tensor | None,
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+    block_size: int,
+    window: Window | None,
+    dtype: torch.dtype,
+) -> Decodes:
+    """Of requests with `tables` [r, P] and `positions` [r]."""
+    begins = torch.zeros_like(positions)
+    if window is not None:
+        tables, begins = _last_blocks(tables, positions, block_size, window)
+    positions, begins = (each[:, None, None, None] for each in (positions, begins))
+    mask = _mask(positions, begins, tables.shape[1] * block_size, window, dtype)
+    return Decodes(rows, tables.flatten(), mask)
 
 
 def _last_blocks(
@@ -231,12 +273,11 @@ def paged_attention(
 
     Decodes go together and the others one by one. A request's result does not depend on the others.
     """
-    decodes = plan.decodes
-    if decodes is not None and decodes.rows is None:
-        return _decode(query, layer, kv_cache, decodes, scale, sinks)
+    if plan.decodes and plan.decodes[0].rows is None:
+        return _decode(query, layer, kv_cache, plan.decodes[0], scale, sinks)
     output = torch.empty_like(query)
     attend_prefills(query, output, layer, kv_cache, plan.prefills, scale, sinks)
-    if decodes is not None:
+    for decodes in plan.decodes:
         output[decodes.rows] = _decode(query[decodes.rows], layer, kv_cache, decodes, scale, sinks)
     return output
 
@@ -268,16 +309,20 @@ def _prefill(
     if sinks is not None:
         keys, values = keys[: prefill.context], values[: prefill.context]
         return _prefill_with_sinks(query, keys, values, prefill, scale, sinks)
+    # A KV head and its query heads are one of a batch: kernels that never hold all scores take
+    # masks so, and not with fewer KV heads than query heads.
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    shape = (num_kv_heads, num_heads // num_kv_heads, prefill.context, head_dim)
     attended = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        keys[: prefill.context].transpose(0, 1)[None],
-        values[: prefill.context].transpose(0, 1)[None],
-        attn_mask=prefill.mask,
+        query.transpose(0, 1).reshape(*shape[:2], num_tokens, head_dim),
+        keys[: prefill.context].transpose(0, 1)[:, None].expand(shape),
+        values[: prefill.context].transpose(0, 1)[:, None].expand(shape),
+        attn_mask=None if prefill.mask is None else prefill.mask.expand(*shape[:2], -1, -1),
         is_causal=prefill.mask is None,
         scale=scale,
-        enable_gqa=True,
     )
-    return attended[0].transpose(0, 1)
+    return attended.reshape(num_heads, num_tokens, head_dim).transpose(0, 1)
 
 
 def _prefill_with_sinks(
@@ -289,31 +334,32 @@ def _prefill_with_sinks(
     sinks: torch.Tensor,
 ) -> torch.Tensor:
     """[n, H, d]. The sink is a key of zeros, whose score the mask holds; by KV head, since masks
-    with sinks differ between heads and would be large together.
+    with sinks differ between heads and would be large together; for long contexts also in parts of
+    the rows.
     """
     num_tokens, num_kv_heads, mask = query.shape[0], keys.shape[1], prefill.mask
     if mask is None:
         positions = torch.arange(num_tokens, device=query.device)[:, None]
         mask = _mask(positions, 0, prefill.context, None, query.dtype)
     keys, values = _with_sink_row(keys, 0), _with_sink_row(values, 0)
-    parts = []
     size = query.shape[1] // num_kv_heads
-    groups = zip(
-        query.split_with_sizes([size] * num_kv_heads, dim=1), sinks.view(-1, size), strict=True
-    )
-    for head, (own, own_sinks) in enumerate(groups):
-        shape = (len(own_sinks), num_tokens, 1)
-        scores = own_sinks.to(mask.dtype)[:, None, None].expand(shape)
-        whole = torch.cat([mask.expand(*shape[:2], -1), scores], dim=-1)
-        attended = F.scaled_dot_product_attention(
-            own.transpose(0, 1)[None],
-            keys[None, None, :, head].expand(1, shape[0], -1, -1),
-            values[None, None, :, head].expand(1, shape[0], -1, -1),
-            attn_mask=whole[None],
-            scale=scale,
-        )
-        parts.append(attended[0].transpose(0, 1))
-    return torch.cat(parts, dim=1)
+    output = torch.empty_like(query)
+    num_rows = max(1, SINK_MASK_NUMBERS // (size * len(keys)))
+    for first in range(0, num_tokens, num_rows):
+        rows = slice(first, first + num_rows)
+        own_mask = mask[rows].expand(size, -1, -1)
+        for head, own_sinks in enumerate(sinks.view(-1, size)):
+            heads = slice(head * size, (head + 1) * size)
+            scores = own_sinks.to(mask.dtype)[:, None, None].expand(*own_mask.shape[:2], 1)
+            attended = F.scaled_dot_product_attention(
+                query[rows, heads].transpose(0, 1)[None],
+                keys[None, None, :, head].expand(1, size, -1, -1),
+                values[None, None, :, head].expand(1, size, -1, -1),
+                attn_mask=torch.cat([own_mask, scores], dim=-1)[None],
+                scale=scale,
+            )
+            output[rows, heads] = attended[0].transpose(0, 1)
+    return output
 
 
 def _with_sink_row(states: torch.Tensor, dim: int) -> torch.Tensor:

@@ -96,7 +96,8 @@ class Checkpoint:
         self._stored = stored_weights(quantization)
         self._file_of: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        for path in _files(folder):
+        paths, indexed = _files(folder)
+        for path in paths:
             try:
                 # Maps the file and reads its header, which tells the length of the whole.
                 self._open[path] = safe_open(path, framework="pt")
@@ -108,6 +109,12 @@ class Checkpoint:
                 if name in self._file_of:
                     raise ModelError(f"{name} lies in both {self._file_of[name]} and {path}")
                 self._file_of[name] = path
+        astray = [name for name, path in indexed.items() if self._file_of.get(name) != path]
+        if astray:
+            raise ModelError(
+                f"{folder / INDEX} is mixed up: {first_names(sorted(astray))} do not lie in the "
+                "files that it names; download the checkpoint again"
+            )
         # By the names that are asked for.
         self._stored_name = {name: name for name in self._file_of}
         if is_multimodal:
@@ -234,14 +241,15 @@ def first_names(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files with weights; and by the index, where there is one, which tensor lies in which."""
     index = folder / INDEX
     names: list[str] = [SINGLE_FILE]
+    weight_map: dict[str, str] = {}
     if index.exists():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(weight_map.values()))
             missing = [name for name in names if not (folder / name).is_file()]
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(
@@ -254,7 +262,7 @@ def _files(folder: Path) -> list[Path]:
             f"{folder} lacks {first_names(missing)}: weights are read from {SINGLE_FILE}, or from "
             f"the files that {INDEX} lists; download the checkpoint again"
         )
-    return [folder / name for name in names]
+    return [folder / name for name in names], {n: folder / f for n, f in weight_map.items()}
 
 
 class Dummy:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from moed.config.attention import LATENT_EXPANDED_BYTES
 from moed.config.weight_bytes import Latent
 from moed.moe.attention import AttentionPlan, Decodes, Prefill
 from moed.moe.kv_cache import LatentCache
@@ -28,8 +29,6 @@ from moed.moe.rotary import Rotary, Tables
 
 # Of the RMS norms of latents, in all families and whatever config.json says of the others.
 LATENT_EPS = 1e-6
-# Heads are expanded in groups whose K and V stay below this.
-EXPANDED_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,13 @@ class LatentAttention:
         for prefill in plan.prefills:
             context = cache.read(layer, prefill.blocks)[: prefill.context]
             attended[prefill.rows] = self._prefill(query[prefill.rows], context, prefill)
-        if plan.decodes is not None:
-            context = cache.read(layer, plan.decodes.blocks)
-            if plan.decodes.rows is None:
-                attended = self._decode(query, context, plan.decodes)
+        for decodes in plan.decodes:
+            context = cache.read(layer, decodes.blocks)
+            if decodes.rows is None:
+                attended = self._decode(query, context, decodes)
             else:
-                own = query[plan.decodes.rows]
-                attended[plan.decodes.rows] = self._decode(own, context, plan.decodes)
+                own = query[decodes.rows]
+                attended[decodes.rows] = self._decode(own, context, decodes)
         return self._weights.output(attended.flatten(1))
 
     def _project(self, hidden: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +110,7 @@ class LatentAttention:
             return self._absorbed_prefill(query, context, prefill)
         sizes, parts = self._sizes, []
         head_bytes = context.shape[0] * (sizes.query_dim + sizes.value_dim) * context.itemsize
-        num_heads = max(1, EXPANDED_BYTES // head_bytes)
+        num_heads = max(1, LATENT_EXPANDED_BYTES // head_bytes)
         latent, shared = context.split_with_sizes([sizes.kv_rank, sizes.rotary_dim], dim=1)
         for first in range(0, self._num_heads, num_heads):
             heads = slice(first, first + num_heads)

@@ -91,7 +91,7 @@ def _serve(command: Command) -> int:
     from moed.server.logs import setup_logging
 
     assert command.settings is not None
-    setup_logging("launcher", command.settings.log_level)
+    setup_logging("launcher", command.settings.log_level, command.settings.log_format)
     settings, origins, environment = command.settings, command.origins, detect_torchrun()
     if environment is not None:
         from moed.server.torchrun import serve_under_torchrun

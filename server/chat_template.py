@@ -22,7 +22,8 @@ from moed.config.errors import ModelError
 
 # A template that runs on after so much text is at fault.
 MAX_MESSAGE_CHARACTERS = 2000
-CONTINUE_MARK = "CONTINUE-THE-FINAL-MESSAGE-HERE"
+# Its last space is lost where a template trims the message.
+CONTINUE_MARK = "CONTINUE-THE-FINAL-MESSAGE-HERE "
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -192,10 +193,11 @@ def _mark_ending(chat: list[dict[str, Any]]) -> str:
 
 
 def _cut_at_mark(text: str, content: str) -> str:
-    position = text.rfind(CONTINUE_MARK)
+    position = text.rfind(CONTINUE_MARK.strip())
     if position < 0:
         raise TemplateFailed("the chat template drops the final message: it cannot be continued")
-    return text[:position]
+    is_trimmed = not text.startswith(CONTINUE_MARK, position)
+    return text[:position].rstrip() if is_trimmed else text[:position]
 
 
 def _sources(root: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:

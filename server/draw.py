@@ -14,19 +14,25 @@ import torch
 
 from moed.server.messages import SamplingParams
 
-# `top_p` looks at this many of the likeliest tokens first: nearly always enough, and far cheaper
-# than sorting a vocabulary.
-TOP_P_CANDIDATES = 1024
+# `top_p` looks at the tokens of at least this weight first (the likeliest has 1): nearly always
+# enough, and far cheaper than sorting a vocabulary.
+TOP_P_WEIGHT = 1e-3
+MIN_TOP_P_CANDIDATES = 16
+# Draws look for a block first, and then into it.
+DRAW_BLOCK = 256
 
 
-def filtered_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def filtered_weights(
+    logits: torch.Tensor, maxima: torch.Tensor, params: Sequence[SamplingParams]
+) -> torch.Tensor:
     """Probabilities times a factor, [R, V] float32, 0 for tokens that temperature, `min_p`, `top_k`
-    and `top_p`, in this order, leave out. `logits` [R, V] float32 with a finite maximum in each.
+    and `top_p`, in this order, leave out. `logits` [R, V] float32 with finite `maxima` [R]; they
+    are overwritten and returned.
 
     The largest of each row is 1: nothing overflows, however small the temperature.
     """
     temperatures = _column([p.temperature for p in params], logits)
-    weights = (logits - logits.amax(dim=1, keepdim=True)).div_(temperatures).exp_()
+    weights = logits.sub_(maxima[:, None]).div_(temperatures).exp_()
     if any(p.min_p > 0 for p in params):
         weights *= weights >= _column([p.min_p for p in params], logits)
     limits = [p.top_k if 0 < p.top_k < logits.shape[1] else logits.shape[1] for p in params]
@@ -35,7 +41,9 @@ def filtered_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
     if narrowed:
         rows = torch.tensor(narrowed, device=logits.device)
         shares = _column([params[i].top_p for i in narrowed], logits, torch.float64)
-        weights[rows] = keep_top_p(weights[rows], shares, TOP_P_CANDIDATES)
+        own = weights[rows]
+        num_likely = int((own >= TOP_P_WEIGHT).sum(dim=1).max())
+        weights[rows] = keep_top_p(own, shares, max(MIN_TOP_P_CANDIDATES, num_likely + 1))
     return weights
 
 
@@ -101,11 +109,29 @@ def uniform(seed: int, output_index: int) -> float:
 
 
 def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
-    """[R] int64: the token whose stretch of the cumulated `weights` [R, V] holds the number."""
-    # Converted first: with `dtype=` the sum itself is several times slower.
-    sums = weights.double().cumsum(dim=1)
-    total = sums[:, -1:]
+    """[R] int64: the token whose stretch of the cumulated `weights` [R, V] holds the number. No
+    token of weight 0 is drawn.
+    """
+    num_rows, num_tokens = weights.shape
+    size = min(DRAW_BLOCK, num_tokens)
+    num_blocks = num_tokens // size
+    # The last block takes what is left over.
+    whole = weights[:, : num_blocks * size].view(num_rows, num_blocks, size)
+    block_sums = whole.sum(dim=2, dtype=torch.float64)
+    block_sums[:, -1] += weights[:, num_blocks * size :].sum(dim=1, dtype=torch.float64)
+    ends = block_sums.cumsum(dim=1)
+    total = ends[:, -1:]
     drawn = _column(list(numbers), weights, torch.float64) * total
     # Rounding could lift the product to the total itself, beyond the last token.
     targets = torch.minimum(drawn, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(sums, targets, right=True)[:, 0]
+    blocks = torch.searchsorted(ends, targets, right=True)
+    before = (ends.gather(1, (blocks - 1).clamp(min=0))).masked_fill_(blocks == 0, 0.0)
+    first = blocks * size
+    columns = first + torch.arange(size + num_tokens % size, device=weights.device)
+    own = weights.gather(1, columns.clamp(max=num_tokens - 1)).double()
+    own[(columns >= num_tokens) | (columns - first >= size) & (blocks < num_blocks - 1)] = 0
+    sums = own.cumsum(dim=1)
+    # Sums in another order round otherwise: never beyond the block's last token.
+    last = sums[:, -1:]
+    within = torch.minimum(targets - before, last.nextafter(torch.zeros_like(last)))
+    return (first + torch.searchsorted(sums, within, right=True))[:, 0]

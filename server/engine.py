@@ -9,6 +9,7 @@ from moed.config.engine_config import EngineConfig
 from moed.config.errors import ModelError
 from moed.config.graphs import graph_shapes
 from moed.config.kv_layout import kv_layout
+from moed.config.weight_bytes import weight_bytes
 from moed.config.windows import window_layers
 from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
 from moed.dist.all2all.base import All2AllBackend
@@ -114,6 +115,10 @@ class Engine:
                 block_size=block_size,
                 max_model_len=max_model_len,
                 startup_s={**startup_s, **phases},
+                memory_bytes={
+                    "weights": sum(weight_bytes(self._config).values()),
+                    "kv_cache": kv_layout(self._config).num_bytes(blocks.num_blocks),
+                },
             )
         )
 

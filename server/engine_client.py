@@ -15,6 +15,7 @@ from typing import Protocol
 from moed.config.engine_config import EngineConfig
 from moed.server.balancer import Balancer, Work
 from moed.server.drain_rate import DrainRate
+from moed.server.ended_requests import EndedChoice, EndedRequest, Origin
 from moed.server.health import Health
 from moed.server.messages import (
     AbortRequests,
@@ -26,6 +27,7 @@ from moed.server.messages import (
     RankReady,
     SamplingParams,
     Shutdown,
+    StepDurations,
     StepOutputs,
     ToEngine,
     TokenOutput,
@@ -89,16 +91,38 @@ class OpenChoice:
     """Those of them that its first output takes off."""
     next_output_index: int
     submitted_at: float
+    num_prompt_tokens: int
+    max_tokens: int
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    first_token_at: float | None = None
     last_token_at: float | None = None
+
+    def ended(self, reason: str, now: float) -> EndedChoice:
+        return EndedChoice(
+            rank=self.rank,
+            reason=reason,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.next_output_index,
+            max_tokens=self.max_tokens,
+            submitted_at=self.submitted_at,
+            queue_s=self.queue_s,
+            first_token_at=self.first_token_at,
+            last_token_at=self.last_token_at,
+            ended_at=now,
+        )
 
 
 class Submission:
     """The choices of one HTTP request. Always `close` it: what has not ended is aborted."""
 
-    def __init__(self, client: "EngineClient", num_choices: int) -> None:
+    def __init__(self, client: "EngineClient", num_choices: int, origin: Origin) -> None:
         self._client = client
         self._outputs: asyncio.Queue[tuple[int, TokenOutput] | GenerationFailed] = asyncio.Queue()
         self.open: dict[int, OpenChoice] = {}
+        self.ended: list[EndedChoice] = []
+        self.origin = origin
         self.num_choices = num_choices
 
     def put(self, item: tuple[int, TokenOutput] | GenerationFailed) -> None:
@@ -159,6 +183,8 @@ class EngineClient:
         self.num_kv_blocks = 0
         """Per rank; 0 until the ranks are ready."""
         self._drain_rate = DrainRate()
+        self.on_request_end: Callable[[EndedRequest], None] = lambda request: None
+        """Called with each HTTP request whose choices have all ended."""
 
     # From the engines ----------------------------------------------------------------------------
 
@@ -171,6 +197,8 @@ class EngineClient:
         match message:
             case StepOutputs():
                 self._on_step(message)
+            case StepDurations():
+                self._metrics.steps.on_durations(message)
             case ExpertLoad():
                 self._metrics.expert_loads.add(message)
             case RankProgress(rank, phase):
@@ -218,6 +246,8 @@ class EngineClient:
             self.abort([choice], "error")
             choice.submission.put(GenerationFailed("tokens were lost between engine and server"))
             return
+        if fresh.output_index == 0:
+            choice.num_cached_tokens, choice.queue_s = fresh.num_cached_tokens, fresh.queue_s
         if fresh.token_ids:
             self._on_tokens(choice, len(fresh.token_ids), now)
         if fresh.finish_reason is not None:
@@ -226,13 +256,15 @@ class EngineClient:
 
     def _on_tokens(self, choice: OpenChoice, num_tokens: int, now: float) -> None:
         choice.next_output_index += num_tokens
-        self._metrics.on_tokens(
+        self._metrics.requests.on_tokens(
             choice.rank, choice.submitted_at, choice.last_token_at, num_tokens, now
         )
         done = num_tokens + (choice.num_prefill_tokens if choice.last_token_at is None else 0)
         done = min(done, choice.load)
         choice.load -= done
         self._balancer.done(choice.rank, done)
+        if choice.first_token_at is None:
+            choice.first_token_at = now
         choice.last_token_at = now
 
     def _end(self, choice: OpenChoice, reason: str) -> None:
@@ -241,7 +273,13 @@ class EngineClient:
         self._balancer.done(choice.rank, choice.load)
         choice.load = 0
         now = time.monotonic()
-        self._metrics.on_finish(choice.rank, reason, choice.submitted_at, now)
+        submission, ended = choice.submission, choice.ended(reason, now)
+        self._metrics.requests.on_choice_end(ended)
+        submission.ended.append(ended)
+        if not submission.open:
+            request = EndedRequest(submission.origin, tuple(submission.ended))
+            self._metrics.requests.on_request_end(request)
+            self.on_request_end(request)
         self._drain_rate.on_end(now)
 
     # To the engines ------------------------------------------------------------------------------
@@ -249,6 +287,7 @@ class EngineClient:
     def submit(
         self,
         specs: Sequence[ChoiceSpec],
+        origin: Origin,
         priority: int,
         wanted_rank: int | None,
         cache_salt: str | None = None,
@@ -260,7 +299,7 @@ class EngineClient:
         if self._is_stopped:
             raise GenerationFailed(self._health.reason)
         self._check_queue(len(specs))
-        submission = Submission(self, len(specs))
+        submission = Submission(self, len(specs), origin)
         now = time.monotonic()
         keys: list[bytes] = []
         rank = wanted_rank
@@ -286,6 +325,8 @@ class EngineClient:
                 num_prefill_tokens=placed.num_prefill_tokens,
                 next_output_index=0,
                 submitted_at=now,
+                num_prompt_tokens=len(spec.prompt_token_ids),
+                max_tokens=spec.params.max_tokens,
             )
             self._choices[choice.request_id] = choice
             submission.open[index] = choice
@@ -327,6 +368,7 @@ class EngineClient:
         num_waiting = max(0, len(self._choices) - num_slots)
         if num_waiting and num_waiting + num_new > scheduler.max_num_queued_requests:
             most = scheduler.max_num_queued_requests
+            self._metrics.requests.on_rejection("queue_full")
             raise QueueFull(
                 f"{num_waiting} requests wait already, and at most {most} may "
                 "(max_num_queued_requests). Try again later.",

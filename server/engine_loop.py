@@ -1,6 +1,7 @@
 """The loop of one rank: the same steps and collectives on every rank, whatever its load."""
 
 import logging
+import time
 from typing import Protocol
 
 from moed.dist.agreement import Agreement, DecisionKind, RankState
@@ -25,6 +26,7 @@ from moed.server.routed_experts import keep_routed_experts
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler, refuse
 from moed.server.step_plan import StepPlan, StepPlans
+from moed.server.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,7 @@ class EngineLoop:
         self._faults = faults
         self._grammars = grammars
         self._expert_reports = expert_reports
+        self._step_times = StepTimes(rank, channel.send)
         self._step_id = first_step_id
         self._num_steps = 0
         self._wake_number = 0
@@ -91,9 +94,11 @@ class EngineLoop:
         batch = self._runner.batch(schedule)
         self._plans.send(StepPlan(self._step_id, state, batch))
         graph = self._runner.graph_for(batch)
+        waiting_since = time.monotonic()
         agreed = self._agreement.agree(
             self._step_id, schedule.num_tokens, state, self._wake_number, graph
         )
+        agreed_at = time.monotonic()
         self._step_id += 1
         match agreed.decision.kind:
             case DecisionKind.STOP:
@@ -111,6 +116,7 @@ class EngineLoop:
         self._num_steps += 1
         self._report(outputs)
         self._expert_reports.after_step()
+        self._step_times.on_step(schedule, agreed_at - waiting_since, time.monotonic() - agreed_at)
         return True
 
     @property
@@ -125,6 +131,7 @@ class EngineLoop:
         """
         self._report([], if_anything_changed=True)
         self._expert_reports.before_sleep()
+        self._step_times.before_sleep()
         last = self._wake_number
         while self._wake_number <= last:
             self._channel.wait(SLEEP_WAIT_S)

@@ -40,6 +40,8 @@ from moed.server.messages import (
     ToFrontend,
 )
 from moed.server.metrics import Metrics
+from moed.server.request_log import log_request
+from moed.server.status_line import tell_status
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def run_frontend(
     # launcher alone decides what it means.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    setup_logging("http", config.server.log_level)
+    setup_logging("http", config.server.log_level, config.server.observability.log_format)
     # uvicorn's own story of its start; the launcher tells it better.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").addFilter(is_worth_logging)
@@ -144,6 +146,8 @@ class Frontend:
         health = Health(self._config.parallel.world_size)
         metrics = Metrics(self._config)
         self._engine = EngineClient(self._config, channel, health, metrics)
+        if self._config.server.observability.log_requests:
+            self._engine.on_request_end = log_request
         grammars = GrammarChecker(self._config.model)
         self._state = AppState(self._config, self._engine, health, metrics, grammars)
         self._server = HttpServer(self._uvicorn_config())
@@ -154,6 +158,7 @@ class Frontend:
                     tasks.create_task(self._engine.run(self._on_rank_ready)),
                     tasks.create_task(self._load_text_tools()),
                     tasks.create_task(self._announce()),
+                    tasks.create_task(tell_status(metrics.all_stats)),
                 ]
                 http = tasks.create_task(self._server.serve(sockets=[self._http_socket]))
                 await self._obey()

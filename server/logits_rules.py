@@ -1,5 +1,6 @@
 """What a request's parameters do to its logits before a token is chosen: bias, ruled-out stop
-tokens, penalties. Each rule touches only the tokens that it names, for all rows at once.
+tokens, penalties, the end of reasoning. Each rule touches only the tokens that it names, for all
+rows at once.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,9 @@ import numpy.typing as npt
 import torch
 
 from moed.server.request import Request
+
+# White space, at most.
+MAX_TOKENS_BEFORE_REASONING = 4
 
 
 class _Entries:
@@ -49,17 +53,38 @@ def is_ruled(request: Request) -> bool:
         or params.repetition_penalty != 1.0
         or params.frequency_penalty
         or params.presence_penalty
+        or forced_token(request) is not None
     )
 
 
+def forced_token(request: Request) -> int | None:
+    """The token that ends the reasoning, in the step in which it has had all that it may have."""
+    limit = request.params.reasoning_limit
+    if limit is None:
+        return None
+    first = request.num_prompt_tokens
+    if limit.begin_id is not None:
+        opening = request.token_ids[first : first + MAX_TOKENS_BEFORE_REASONING]
+        if limit.begin_id not in opening:
+            return None
+        first += opening.index(limit.begin_id) + 1
+    if len(request.token_ids) != first + limit.max_tokens:
+        return None
+    is_over = any(end_id in request.token_ids[first:] for end_id in limit.end_ids)
+    return None if is_over else limit.end_ids[0]
+
+
 def apply_rules(logits: torch.Tensor, requests: Sequence[Request]) -> None:
-    """Bias, what is allowed, `min_tokens`, then penalties, on `logits` [R, V] float32 in place."""
+    """Bias, what is allowed, `min_tokens`, penalties, then what is forced, on `logits` [R, V]
+    float32 in place.
+    """
     _add_bias(logits, requests)
     _keep_allowed(logits, requests)
     _rule_out_bad_words(logits, requests)
     _rule_out_stop_tokens(logits, requests)
     _penalize_repetition(logits, requests)
     _penalize_outputs(logits, requests)
+    _force(logits, requests)
 
 
 def _add_bias(logits: torch.Tensor, requests: Sequence[Request]) -> None:
@@ -131,3 +156,10 @@ def _penalize_outputs(logits: torch.Tensor, requests: Sequence[Request]) -> None
     if (found := entries.tensors(logits)) is not None:
         index, penalties = found
         logits[index] -= penalties
+
+
+def _force(logits: torch.Tensor, requests: Sequence[Request]) -> None:
+    for row, request in enumerate(requests):
+        if (token_id := forced_token(request)) is not None:
+            logits[row] = -torch.inf
+            logits[row, token_id] = 0.0

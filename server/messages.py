@@ -10,6 +10,16 @@ duplicates and what an older epoch sent.
 import msgspec
 
 
+class ReasoningLimit(msgspec.Struct, frozen=True):
+    """How much an output may reason before its end is written for it."""
+
+    begin_id: int | None
+    """The token that begins the reasoning; None: the prompt has begun it."""
+    end_ids: list[int]
+    """Tokens that end it; the first is the one that is written."""
+    max_tokens: int
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """How to choose tokens. Every value is validated and final: the engine applies no defaults of
     its own.
@@ -47,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     """
     grammar: str | None = None
     """What the output must follow, as llguidance reads it; then only an end token comes."""
+    reasoning_limit: ReasoningLimit | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", kw_only=True):
@@ -130,6 +141,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """Once, with the first output: one per prompt token, the first None."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed, thanks to the prefix cache."""
+    queue_s: float = 0.0
+    """With the first output: seconds between the request's arrival and its first step."""
     routed_experts: list[RoutedExperts] = []
     """When asked for: of the tokens computed since the last output. What preemption has computed
     again comes twice.
@@ -173,6 +186,26 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):
     """By layer and slot: (token, choice) pairs, padding excluded."""
 
 
+class DurationCounts(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram over `moed.server.metric_buckets.STEP_S`, since the start."""
+
+    counts: list[int]
+    """By bucket, each its own; the last one has no limit."""
+    sum_s: float
+
+
+class StepDurations(msgspec.Struct, frozen=True, tag="step_durations"):
+    """How long one rank's steps have taken since it was ready: at most once a second, and when it
+    goes to sleep.
+    """
+
+    rank: int
+    steps: dict[str, DurationCounts]
+    """By phase."""
+    waits: DurationCounts
+    """For the other ranks, before each step."""
+
+
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     """What one step of one rank gave, and its statistics after it."""
 
@@ -193,6 +226,8 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """Agreed: L, or what `auto` became."""
     startup_s: dict[str, float]
     """Seconds by phase: import, rendezvous, load, warm_up."""
+    memory_bytes: dict[str, int] = {}
+    """By use: weights, kv_cache."""
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -202,7 +237,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag="progress"):
     phase: str
 
 
-FromEngine = StepOutputs | ExpertLoad | RankReady | RankProgress
+FromEngine = StepOutputs | ExpertLoad | StepDurations | RankReady | RankProgress
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,29 +6,21 @@ Names are `moed:` with the suffixes, labels and buckets that dashboards know fro
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from moed.config.engine_config import EngineConfig
 from moed.server.expert_loads import ExpertLoads
 from moed.server.expert_metrics import expert_families
+from moed.server.http_metrics import HttpMetrics
 from moed.server.messages import RankReady, RankStats
+from moed.server.metric_buckets import STEP_TOKENS
+from moed.server.metrics_compat import with_vllm_names
+from moed.server.request_metrics import LABELS, RequestMetrics
+from moed.server.step_metrics import StepMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-FIRST_TOKEN_BUCKETS_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
-    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-BETWEEN_TOKENS_BUCKETS_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-LATENCY_BUCKETS_S = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 # A gauge or counter that a rank reports: its suffix, its field of `RankStats`, its help.
 GAUGES = (
@@ -62,51 +54,21 @@ class Metrics:
         self._stats: dict[int, RankStats] = {}
         self.expert_loads = ExpertLoads(config)
         self._ready: dict[int, RankReady] = {}
-        self._max_step_tokens_seen = 0
         self.registry = CollectorRegistry()
-        labels = ("model_name", "engine")
-        self._finished = Counter(
-            "moed:request_success",
-            "Requests that ended, by reason.",
-            (*labels, "finished_reason"),
-            registry=self.registry,
-        )
-        self._first_token_s = Histogram(
-            "moed:time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
-            labels,
-            buckets=FIRST_TOKEN_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._between_tokens_s = Histogram(
-            "moed:inter_token_latency_seconds",
-            "Between two tokens of a request.",
-            labels,
-            buckets=BETWEEN_TOKENS_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._latency_s = Histogram(
-            "moed:e2e_request_latency_seconds",
-            "From the request's arrival to its end.",
-            labels,
-            buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._step_tokens = Histogram(
+        self.http = HttpMetrics(self.registry)
+        self.requests = RequestMetrics(config, self.registry)
+        self.steps = StepMetrics(self._model_name)
+        step_tokens = Histogram(
             "moed:iteration_tokens_total",
             "Prompt and generated tokens of one step of a rank.",
-            labels,
-            buckets=STEP_TOKENS_BUCKETS,
+            LABELS,
+            buckets=STEP_TOKENS,
             registry=self.registry,
         )
-        self._first_token = [self._first_token_s.labels(*own) for own in self._labels()]
-        self._between_tokens = [self._between_tokens_s.labels(*own) for own in self._labels()]
-        self._latency = [self._latency_s.labels(*own) for own in self._labels()]
-        self._steps = [self._step_tokens.labels(*own) for own in self._labels()]
-        for own in self._labels():
-            for reason in ("stop", "length", "abort", "error"):
-                self._finished.labels(*own, reason)
+        self._step_tokens = [step_tokens.labels(*own) for own in self._labels()]
         self.registry.register(_RankCollector(self))
+        has_vllm_names = config.server.observability.metrics_compat == "vllm"
+        self._shown = _WithVllmNames(self.registry) if has_vllm_names else self.registry
 
     def _labels(self) -> list[tuple[str, str]]:
         return [(self._model_name, str(rank)) for rank in range(self._num_ranks)]
@@ -120,36 +82,28 @@ class Metrics:
     def on_stats(self, stats: RankStats) -> None:
         before = self._stats.get(stats.rank)
         self._stats[stats.rank] = stats
+        self.steps.on_stats(stats)
         step = stats.num_prompt_tokens + stats.num_generation_tokens
         if before is not None:
             step -= before.num_prompt_tokens + before.num_generation_tokens
         if step > 0:
-            self._steps[stats.rank].observe(step)
-
-    def on_tokens(
-        self, rank: int, submitted_at: float, last_token_at: float | None, num: int, now: float
-    ) -> None:
-        """`num` tokens of a request have come; times are `time.monotonic()` seconds."""
-        if last_token_at is None:
-            self._first_token[rank].observe(now - submitted_at)
-        else:
-            self._between_tokens[rank].observe((now - last_token_at) / num)
-
-    def on_finish(self, rank: int, reason: str, submitted_at: float, now: float) -> None:
-        self._finished.labels(self._model_name, str(rank), reason).inc()
-        self._latency[rank].observe(now - submitted_at)
+            self._step_tokens[stats.rank].observe(step)
 
     def stats_of(self, rank: int) -> RankStats | None:
         """What a rank has reported last."""
         return self._stats.get(rank)
 
+    def all_stats(self) -> list[RankStats]:
+        """Of the ranks that have reported."""
+        return list(self._stats.values())
+
     def render(self) -> bytes:
         """The page, in Prometheus text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._shown)
 
     def rank_families(self) -> Iterator[Metric]:
         """What the ranks have reported last; zeros for a rank that has not reported yet."""
-        labels = ("model_name", "engine")
+        labels = LABELS
         for suffix, name, text in GAUGES:
             yield self._family(GaugeMetricFamily(f"moed:{suffix}", text, labels=labels), name)
         for suffix, name, text in COUNTERS:
@@ -167,6 +121,8 @@ class Metrics:
             up.add_metric(own, float(rank in self._ready))
         yield usage
         yield up
+        yield from self._waiting_by_reason()
+        yield from self.steps.families()
         yield from expert_families(self.expert_loads, self._model_name)
         yield from self._info_families()
 
@@ -178,27 +134,44 @@ class Metrics:
             family.add_metric(own, float(getattr(stats, name)) if stats else 0.0)
         return family
 
+    def _waiting_by_reason(self) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily(
+            "moed:num_requests_waiting_by_reason",
+            "Requests that wait on the rank: all of them for a place in its steps.",
+            labels=(*LABELS, "reason"),
+        )
+        for rank, own in enumerate(self._labels()):
+            stats = self._stats.get(rank)
+            waiting.add_metric((*own, "capacity"), float(stats.num_waiting) if stats else 0.0)
+        yield waiting
+
     def _info_families(self) -> Iterator[Metric]:
         cache = GaugeMetricFamily(
             "moed:cache_config_info",
             "The KV cache of one rank.",
-            labels=("model_name", "engine", "block_size", "num_gpu_blocks"),
+            labels=(*LABELS, "block_size", "num_gpu_blocks"),
         )
         startup = GaugeMetricFamily(
             "moed:startup_phase_seconds",
             "Seconds that each phase of a rank's start took.",
-            labels=("model_name", "engine", "phase"),
+            labels=(*LABELS, "phase"),
+        )
+        memory = GaugeMetricFamily(
+            "moed:memory_bytes",
+            "What a rank holds for as long as it runs, by use.",
+            labels=(*LABELS, "use"),
         )
         for rank, ready in sorted(self._ready.items()):
             own = (self._model_name, str(rank))
+            for use, num_bytes in ready.memory_bytes.items():
+                memory.add_metric((*own, use), num_bytes)
             cache.add_metric((*own, str(ready.block_size), str(ready.num_kv_blocks)), 1.0)
             for phase, seconds in ready.startup_s.items():
                 startup.add_metric((*own, phase), seconds)
-        yield cache
-        yield startup
+        yield from (cache, startup, memory)
 
 
-class _RankCollector:
+class _RankCollector(Collector):
     """Lets the registry ask for the ranks' series at the moment of a scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -206,3 +179,13 @@ class _RankCollector:
 
     def collect(self) -> Iterator[Metric]:
         return self._metrics.rank_families()
+
+
+class _WithVllmNames(Collector):
+    """A registry with every shared series under both names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        return with_vllm_names(self._registry.collect())

@@ -39,7 +39,8 @@ def run_rank(
     die_with_parent()
     # A terminal's Ctrl-C reaches every process; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setup_logging(f"rank {environment.rank}", config.server.log_level)
+    server = config.server
+    setup_logging(f"rank {environment.rank}", server.log_level, server.observability.log_format)
     try:
         listen_fd = None if store_socket is None else store_socket.detach()
         serve_rank(config, environment, listen_fd, lambda _: channel_address)

@@ -2,6 +2,7 @@
 tokens: `num_computed_tokens` and `block_ids` only say how far the KV cache holds them on this rank.
 """
 
+import time
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,6 +44,9 @@ class Request:
     """Prompt tokens that the rank's counter has seen."""
     routed_experts: list[RoutedExperts] = field(default_factory=list)
     """Not sent yet."""
+    arrived_at: float = field(default_factory=time.monotonic)
+    queue_s: float | None = None
+    """Until its first step; None before it."""
     block_ids: "array[int]" = field(default_factory=lambda: array("q"))
     window_block_ids: "array[int]" = field(default_factory=lambda: array("q"))
     """Of the layers that slide, where only some do (see `moed.server.window_blocks`)."""

@@ -65,8 +65,7 @@ def sample(schedule: Schedule, logits: torch.Tensor, masks: TokenMasks) -> list[
         _Rows(scheduled, end - len(scheduled.logits_positions), end)
         for scheduled, end in zip(schedule.requests, ends, strict=True)
     ]
-    # A maximum is NaN when any logit is.
-    maxima, most_likely = logits.max(dim=1)
+    maxima, most_likely = first_maxima(logits)
     is_finite: list[bool] = maxima.isfinite().tolist()
     choices = _choose(parts, logits, most_likely.tolist(), masks)
     wanted = [_wanted(rows, choice) for rows, choice in zip(parts, choices, strict=True)]
@@ -148,14 +147,29 @@ def choose_tokens(
     """
     apply_rules(logits, requests)
     masks.apply(logits, requests)
-    token_ids = logits.argmax(dim=1)
-    is_possible = logits.amax(dim=1).isfinite()
+    maxima, token_ids = first_maxima(logits)
+    is_possible = maxima.isfinite()
+    if not is_possible.all():
+        # Such rows are lost anyhow; zeros keep their arithmetic harmless.
+        logits[~is_possible], maxima[~is_possible] = 0.0, 0.0
     drawing = [i for i, r in enumerate(requests) if r.params.temperature >= GREEDY_TEMPERATURE]
     if drawing:
         rows = torch.tensor(drawing, device=logits.device)
-        # Rows without a finite maximum are lost anyhow; zeros keep their arithmetic harmless.
-        usable = torch.where(is_possible[rows, None], logits[rows], 0.0)
-        weights = filtered_weights(usable, [requests[i].params for i in drawing])
+        own, highest = logits, maxima
+        if len(drawing) < len(requests):
+            own, highest = logits[rows], maxima[rows]
+        weights = filtered_weights(own, highest, [requests[i].params for i in drawing])
         numbers = [uniform(requests[i].params.seed, requests[i].num_output_tokens) for i in drawing]
         token_ids[rows] = draw(weights, numbers)
     return token_ids, is_possible
+
+
+def first_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row of [J, V], [J] float32, and the first id that has it, [J] int64. NaN
+    is the largest.
+    """
+    if logits.device.type != "cpu":
+        return logits.max(dim=1)
+    # torch's own search for the place is many times slower on a CPU.
+    ids = torch.from_numpy(logits.numpy().argmax(axis=1))
+    return logits.gather(1, ids[:, None])[:, 0], ids

@@ -18,6 +18,7 @@ step makes progress and each request ends. A waiting request takes no running on
 
 import bisect
 import heapq
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -244,6 +245,8 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self._leave_waiting(request)
             request.status = Status.RUNNING
+            if request.queue_s is None:
+                request.queue_s = time.monotonic() - request.arrived_at
             self._blocks.start(request, prefix)
             self._count_prefix(request)
             bisect.insort(self._running, request, key=lambda running: running.key)
@@ -394,6 +397,7 @@ def _output(
         prompt_logprobs=None if error is not None else request.prompt_logprobs,
         num_cached_tokens=0 if request.num_sent_tokens else request.num_cached_tokens or 0,
         routed_experts=request.routed_experts,
+        queue_s=request.queue_s or 0.0,
     )
     request.routed_experts = []
     request.num_sent_tokens += len(new_tokens)

@@ -46,6 +46,7 @@ class TextTokenizer:
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self._added_ids = frozenset(added)
         self.size: int = 1 + max(tokenizer.get_vocab().values(), default=-1)
         """One more than the largest id."""
         self._is_byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
@@ -110,6 +111,11 @@ class TextTokenizer:
         """The id of a special token; None where the text is none."""
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id if token_id in self.special_ids else None
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the added token, special or not, that is `text`; None where none is."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self._added_ids else None
 
     def token_name(self, token_id: int) -> str:
         """The vocabulary's own spelling."""

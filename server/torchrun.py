@@ -66,7 +66,8 @@ def serve_under_torchrun(config: EngineConfig, environment: LaunchEnvironment) -
             f"{parallel.data_parallel_size} x --tensor-parallel-size "
             f"{parallel.tensor_parallel_size} are {parallel.world_size}: they must be equal"
         )
-    setup_logging(f"rank {environment.rank}", config.server.log_level)
+    server = config.server
+    setup_logging(f"rank {environment.rank}", server.log_level, server.observability.log_format)
     if environment.rank == 0:
         return _serve_first_rank(config, environment)
     # Rank 0's front end drains and then stops all ranks together; a signal alone stops none.

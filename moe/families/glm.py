@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7 and dots.llm1: DeepSeek-V3's router over common attention."""
+"""GLM-4.5 to 4.7, dots.llm1 and Solar-Open: DeepSeek-V3's router over common attention."""
 
 from moed.config.engine_config import ModelConfig
 from moed.moe.families.features import (
@@ -35,6 +35,14 @@ def corrected_sigmoid(
     )
 
 
+def _solar_open(model: ModelConfig, max_length: int) -> DecoderFeatures:
+    return DecoderFeatures(
+        **common(model, max_length, theta=1e6, eps=1e-5),
+        router=corrected_sigmoid(model, renormalize=True),
+        attention_bias=flag(model.hf_config, "attention_bias"),
+    )
+
+
 def _glm4_moe(model: ModelConfig, max_length: int) -> DecoderFeatures:
     config = model.hf_config
     has_norm = flag(config, "use_qk_norm")
@@ -63,5 +71,8 @@ GLM4_MOE = Family(
     _glm4_moe,
     _NAMES,
     description="corrected sigmoid router, shared expert, partial rotary",
+)
+SOLAR_OPEN = Family(
+    _solar_open, _NAMES, description="corrected sigmoid router, shared expert, every layer MoE"
 )
 DOTS1 = Family(_dots1, _NAMES, description="corrected sigmoid router, shared experts")

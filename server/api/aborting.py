@@ -8,13 +8,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moed.server.api.bodies.body import Body, ClientId
 from moed.server.api.callers import caller_of
 from moed.server.api.errors import InvalidRequest, NotFound
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.open_generations import Found
-from moed.server.api.requests import Body, ClientId
 from moed.server.api.state import AppState
 
+ABORT_PATH = "/v1/abort"
 MAX_ABORTED_IDS = 1000
 
 
@@ -41,7 +42,7 @@ class Aborted(msgspec.Struct):
 def abort_router(state: AppState) -> APIRouter:
     router = APIRouter(tags=["control"], route_class=JsonRoute)
 
-    @router.post("/v1/abort")
+    @router.post(ABORT_PATH)
     async def abort(body: AbortBody, request: Request) -> Response:
         """End requests early: their answers so far end with finish_reason "abort". A client ends
         its own; an administrator anybody's, or `all`.

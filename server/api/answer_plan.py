@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moed.server.api.bodies.chat import ChatBody
+from moed.server.api.bodies.conversation import NamedTool, Tool
 from moed.server.api.errors import InvalidRequest
-from moed.server.api.requests import ChatBody, NamedTool, Tool
+from moed.server.api.reasoning_limit import reasoning_limit
 from moed.server.api.state import TextTools
 from moed.server.api.structured import Asked
 from moed.server.grammar_checker import Question
+from moed.server.messages import ReasoningLimit
 from moed.server.parsers.answer_syntax import answer_grammar
 from moed.server.parsers.output_parser import ParserOptions
 from moed.server.parsers.registry import (
@@ -40,7 +43,8 @@ class AnswerPlan:
     param: str
     """What to blame for it."""
     notes: tuple[str, ...]
-    """What the client should know of its tools."""
+    """What the client should know of its tools, and of its budget."""
+    limit: ReasoningLimit | None
 
 
 def offered_tools(body: ChatBody) -> list[Tool]:
@@ -123,8 +127,9 @@ def plan_answer(
         max_calls=None if is_several else 1,
     )
     param = "tools" if is_bound or asked is None else asked.param
-    notes = _notes(form, tools, is_bound or asked is not None)
-    return AnswerPlan(options, frozenset(special_ids.values()), question, param, notes)
+    limit, more = reasoning_limit(body, reasoning, text.tokenizer, starts_inside=starts_inside)
+    notes = (*_notes(form, tools, is_bound or asked is not None), *more)
+    return AnswerPlan(options, frozenset(special_ids.values()), question, param, notes, limit)
 
 
 def _notes(form: ToolFormat | None, tools: Sequence[Tool], is_bound: bool) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from moed.server.api.middleware.api_keys import ApiKeys
 from moed.server.api.middleware.availability import Availability
 from moed.server.api.middleware.body_limit import BodyLimit
 from moed.server.api.middleware.head_requests import HeadRequests
+from moed.server.api.middleware.http_metrics import CountAnswers
 from moed.server.api.middleware.request_id import RequestId
 from moed.server.api.middleware.unexpected_errors import UnexpectedErrors
 from moed.server.api.models import models_router
@@ -49,6 +50,7 @@ def create_app(state: AppState) -> FastAPI:
         redirect_slashes=False,
         strict_content_type=False,
         middleware=[
+            Middleware(CountAnswers, metrics=state.metrics.http),
             Middleware(RequestId),
             *cors_middleware(server.cors),
             Middleware(UnexpectedErrors),

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moed.server.api.answer_plan import AnswerPlan, offered_tools, plan_answer
+from moed.server.api.bodies.chat import ChatBody
 from moed.server.api.chat_output import ChatOutput
 from moed.server.api.choice_text import Token
 from moed.server.api.completions import check_num_choices
@@ -25,8 +26,7 @@ from moed.server.api.generation import (
 )
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import ChatLogprobs, chat_logprobs
-from moed.server.api.parameters import Defaults, Ignored, Sampling, check_unknown, make_sampling
-from moed.server.api.requests import ChatBody
+from moed.server.api.parameters import Defaults, Sampling, make_sampling
 from moed.server.api.respond import respond
 from moed.server.api.responses import (
     ChatChoice,
@@ -37,6 +37,7 @@ from moed.server.api.responses import (
 )
 from moed.server.api.state import AppState
 from moed.server.api.structured import asked_grammar, engine_grammar
+from moed.server.api.unknown_parameters import Ignored, check_unknown
 
 KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
@@ -97,12 +98,14 @@ async def prepare_chat(
     if is_cut_to_context:
         sampling = sampling.cut_to_context()
     sampling = without_bad_words(sampling, body, state)
-    asked, tools = asked_grammar(body), offered_tools(body)
+    asked, tools = asked_grammar(body, state), offered_tools(body)
     text, prompt = await rendered_chat(body, state)
     plan = plan_answer(body, tools, text, asked, state.tools)
     if plan.question is not None:
         grammar = await engine_grammar(plan.question, plan.param, state)
         sampling = sampling.with_grammar(grammar)
+    if plan.limit is not None:
+        sampling = sampling.with_reasoning_limit(plan.limit)
     return PreparedChat(prompt, sampling, replace(ignored, notes=plan.notes), plan)
 
 
@@ -132,6 +135,8 @@ async def start_chat(
 class ChatGeneration(Generation):
     """A generation whose choices are read for reasoning and tool calls."""
 
+    operation = "chat"
+
     def __init__(
         self,
         state: AppState,
@@ -152,7 +157,7 @@ class ChatGeneration(Generation):
 
     @property
     def usage(self) -> Usage:
-        usage = super().usage
+        usage = self.plain_usage()
         num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
         usage.completion_tokens_details = CompletionTokensDetails(num_reasoning)
         return usage
@@ -161,7 +166,9 @@ class ChatGeneration(Generation):
 def _logprobs(generation: Generation, tokens: list[Token]) -> ChatLogprobs | None:
     body = generation.body
     assert isinstance(body, ChatBody)
-    return chat_logprobs(tokens, generation.state.tools.tokenizer) if body.logprobs else None
+    if not body.logprobs:
+        return None
+    return chat_logprobs(tokens, generation.token_name, generation.state.tools.tokenizer)
 
 
 def _token_ids(generation: Generation, tokens: list[Token]) -> Any:

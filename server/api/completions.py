@@ -9,6 +9,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moed.server.api.bodies.completion import CompletionBody
 from moed.server.api.choice_text import Piece, Token
 from moed.server.api.errors import ContextLengthExceeded, InvalidRequest
 from moed.server.api.event_stream import DONE, event
@@ -25,18 +26,16 @@ from moed.server.api.json_route import JsonRoute
 from moed.server.api.logprobs import CompletionLogprobs, completion_logprobs
 from moed.server.api.parameters import (
     Defaults,
-    Ignored,
     Sampling,
     check_num_tokens,
     check_token_ids,
-    check_unknown,
     make_sampling,
 )
-from moed.server.api.requests import CompletionBody
 from moed.server.api.respond import respond
 from moed.server.api.responses import CompletionChoice
 from moed.server.api.state import AppState
 from moed.server.api.structured import asked_grammar, engine_grammar
+from moed.server.api.unknown_parameters import Ignored, check_unknown
 from moed.server.grammar_checker import Question
 
 KIND = "text_completion"
@@ -69,7 +68,7 @@ async def prepare_completion(
     ignored = check_unknown(body, state.config)
     sampling = make_sampling(body, state.config, defaults, state.context_length)
     sampling = without_bad_words(sampling, body, state)
-    asked = asked_grammar(body)
+    asked = asked_grammar(body, state)
     prompts = await read_prompts(body, state)
     if asked is not None:
         question = Question(asked.kind, asked.source)
@@ -153,7 +152,7 @@ def _logprobs(
 ) -> CompletionLogprobs | None:
     if body.logprobs is None:
         return None
-    return completion_logprobs(tokens, generation.state.tools.tokenizer)
+    return completion_logprobs(tokens, generation.token_name)
 
 
 def whole_completion(generation: Generation) -> Response:

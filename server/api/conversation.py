@@ -4,10 +4,11 @@ import asyncio
 import json
 from typing import Any
 
+from moed.server.api.bodies.chat import ChatBody
+from moed.server.api.bodies.conversation import Message, Tool
 from moed.server.api.completions import check_length
 from moed.server.api.errors import InvalidRequest
 from moed.server.api.generation import PromptTokens, encode_all
-from moed.server.api.requests import ChatBody, Message, Tool
 from moed.server.api.state import AppState
 from moed.server.chat_template import TemplateFailed
 

@@ -12,16 +12,18 @@ from typing import Any
 from msgspec import UNSET
 from starlette.requests import Request
 
+from moed.server.api.bodies.sampling import SamplingBody
 from moed.server.api.callers import caller_of
 from moed.server.api.choice_text import ChoiceText, Piece, Token
 from moed.server.api.errors import InvalidRequest, NotFound
 from moed.server.api.logprobs import prompt_logprobs
-from moed.server.api.parameters import Ignored, Sampling
+from moed.server.api.parameters import Sampling
 from moed.server.api.request_ids import SCOPE_KEY
-from moed.server.api.requests import SamplingBody
 from moed.server.api.responses import Answer, PromptTokensDetails, Usage
 from moed.server.api.state import AppState
 from moed.server.api.suggestions import did_you_mean
+from moed.server.api.unknown_parameters import Ignored
+from moed.server.ended_requests import Origin
 from moed.server.engine_client import ChoiceSpec, GenerationFailed
 from moed.server.messages import TokenLogprobs
 from moed.server.routed_experts import RoutedRecord
@@ -29,6 +31,8 @@ from moed.server.stop_strings import StopStrings
 
 # Of one choice's routed experts.
 MAX_ROUTED_BYTES = 64 * 2**20
+# As the W3C has them.
+TRACE_HEADERS = ("traceparent", "tracestate")
 RANK_HEADER = "x-data-parallel-rank"
 
 
@@ -81,6 +85,22 @@ class ChoiceResult:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     pieces: list[Piece] = field(default_factory=list)
+    held: Piece | None = None
+    """Waits for more tokens (`stream_interval`); None before the first piece was sent."""
+
+    def gather(self, piece: Piece | None, interval: int) -> Piece | None:
+        """What to send of it and of what was held: the first piece, then `interval` tokens at once,
+        and at the end whatever is left.
+        """
+        if piece is None or (self.held is None and self.text.finish_reason is None):
+            self.held = self.held if piece is None else Piece()
+            return piece
+        before = self.held or Piece()
+        self.held = Piece(before.text + piece.text, [*before.tokens, *piece.tokens])
+        if self.text.finish_reason is None and len(self.held.tokens) < interval:
+            return None
+        piece, self.held = self.held, Piece()
+        return piece
 
     @property
     def tokens(self) -> list[Token]:
@@ -93,6 +113,9 @@ class ChoiceResult:
 
 class Generation:
     """All choices of one request: choice `p * n + i` is the `i`-th output of prompt `p`."""
+
+    operation = "text_completion"
+    """As traces name it."""
 
     def __init__(
         self,
@@ -117,8 +140,8 @@ class Generation:
         self.model = served_model(body.model, state)
         self.id = id_prefix + uuid.uuid4().hex
         self.created = int(time.time())
-        if body.request_id is not None:
-            request.scope[SCOPE_KEY] = body.request_id
+        if body.client_id is not None:
+            request.scope[SCOPE_KEY] = body.client_id
         if body.return_routed_experts:
             check_routed_size(state, prompts, sampling)
         specs = [
@@ -147,14 +170,32 @@ class Generation:
         self.owner = caller_of(request.scope).name
         self.names = (self.id, request.scope[SCOPE_KEY])
         self._timer: asyncio.TimerHandle | None = None
-        self._submission = state.engine.submit(specs, body.priority or 0, rank, body.cache_salt)
+        origin = self._origin(request)
+        self._submission = state.engine.submit(
+            specs, origin, body.priority or 0, rank, body.cache_salt
+        )
         state.generations.add(self)
+
+    def _origin(self, request: Request) -> Origin:
+        shared = self.sampling.shared
+        return Origin(
+            request_id=request.scope[SCOPE_KEY],
+            operation=self.operation,
+            model=self.model,
+            num_per_prompt=self.num_per_prompt,
+            max_tokens=self.body.max_tokens,
+            temperature=shared["temperature"],
+            top_p=shared["top_p"],
+            headers={
+                name: request.headers[name] for name in TRACE_HEADERS if name in request.headers
+            },
+        )
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all choices as they come, until all have ended; aborts what has not when
         closed. Raises `GenerationFailed`.
         """
-        num_open = len(self.choices)
+        num_open, interval = len(self.choices), self.body.stream_interval or 1
         try:
             while num_open:
                 index, output = await self._submission.next()
@@ -167,6 +208,8 @@ class Generation:
                     choice.routed.add(part)
                 choice.num_cached_tokens = max(choice.num_cached_tokens, output.num_cached_tokens)
                 piece = choice.text.feed(output)
+                if interval > 1:
+                    piece = choice.gather(piece, interval)
                 if choice.text.finish_reason is not None:
                     num_open -= 1
                     self._submission.stop(index)
@@ -198,7 +241,10 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Each prompt counts once, however many choices it has."""
+        return self.plain_usage()
+
+    def plain_usage(self) -> Usage:
+        """So far. Each prompt counts once, however many choices it has."""
         prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion = sum(choice.text.num_tokens for choice in self.choices)
         firsts = self.choices[:: self.num_per_prompt]
@@ -241,7 +287,16 @@ class Generation:
     @property
     def chunk_usage(self) -> Any:
         """What every chunk but the last says of usage: null where a last one will come."""
+        options = self.body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            return self.plain_usage()
         return None if self.wants_usage else UNSET
+
+    def token_name(self, token_id: int) -> str:
+        """As log-probabilities name it."""
+        if self.body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self.state.tools.tokenizer.token_text(token_id)
 
 
 def check_routed_size(state: AppState, prompts: Sequence[PromptTokens], sampling: Sampling) -> None:
@@ -274,11 +329,13 @@ def without_bad_words(sampling: Sampling, body: SamplingBody, state: AppState) -
 
 
 def truncated(token_ids: list[int], body: SamplingBody, state: AppState) -> list[int]:
-    """The end of a prompt, when the body wants no more (`truncate_prompt_tokens`)."""
+    """One end of a prompt, when the body wants no more (`truncate_prompt_tokens`)."""
     most = body.truncate_prompt_tokens
     if most is None:
         return token_ids
-    return token_ids[-(state.context_length - 1 if most == -1 else most) :]
+    if most == -1:
+        most = state.context_length - 1
+    return token_ids[:most] if body.truncation_side == "right" else token_ids[-most:]
 
 
 async def encode_all(state: AppState, texts: Sequence[str], add_special: bool) -> list[list[int]]:

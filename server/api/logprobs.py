@@ -1,6 +1,6 @@
 """Log-probabilities in the two shapes that OpenAI has for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -76,13 +76,15 @@ def prompt_logprobs(
     return result
 
 
-def completion_logprobs(tokens: Sequence[Token], tokenizer: TextTokenizer) -> CompletionLogprobs:
+def completion_logprobs(
+    tokens: Sequence[Token], name_of: Callable[[int], str]
+) -> CompletionLogprobs:
     """The top entries hold the k most likely tokens and the chosen one. A token without a
     probability (the first of a prompt) has null in both.
     """
     result = CompletionLogprobs()
     for token in tokens:
-        name = tokenizer.token_text(token.token_id)
+        name = name_of(token.token_id)
         result.text_offset.append(token.text_offset)
         result.tokens.append(name)
         if token.logprobs is None:
@@ -94,25 +96,25 @@ def completion_logprobs(tokens: Sequence[Token], tokenizer: TextTokenizer) -> Co
         top: dict[str, float] = {}
         for other, value in _top(token.logprobs):
             # Two ids can have one text: the likelier one stays.
-            top.setdefault(tokenizer.token_text(other), value)
+            top.setdefault(name_of(other), value)
         top[name] = max(logprob, top.get(name, LOWEST))
         result.top_logprobs.append(top)
     return result
 
 
-def chat_logprobs(tokens: Sequence[Token], tokenizer: TextTokenizer) -> ChatLogprobs:
+def chat_logprobs(
+    tokens: Sequence[Token], name_of: Callable[[int], str], tokenizer: TextTokenizer
+) -> ChatLogprobs:
     content = []
     for token in tokens:
         assert token.logprobs is not None
         content.append(
             ChatToken(
-                token=tokenizer.token_text(token.token_id),
+                token=name_of(token.token_id),
                 logprob=max(token.logprobs.logprob, LOWEST),
                 bytes=list(tokenizer.token_bytes(token.token_id)),
                 top_logprobs=[
-                    TopLogprob(
-                        tokenizer.token_text(other), value, list(tokenizer.token_bytes(other))
-                    )
+                    TopLogprob(name_of(other), value, list(tokenizer.token_bytes(other)))
                     for other, value in _top(token.logprobs)
                 ],
             )

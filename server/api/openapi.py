@@ -8,8 +8,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from moed.server.api import errors
+from moed.server.api.aborting import ABORT_PATH, Aborted
 from moed.server.api.errors import ApiError, ErrorEnvelope, is_messages_path
 from moed.server.api.generation import RANK_HEADER
+from moed.server.api.middleware.api_keys import ADMIN_PREFIX, is_admin_path
 from moed.server.api.probes import PROBE_PATHS
 from moed.server.api.responses import Answer, ChatChoice, CompletionChoice
 
@@ -27,6 +29,9 @@ COMMON_STATUSES = frozenset({400, 401, 408, 429, 431, 500, 503})
 BODY_STATUSES = frozenset({404, 413, 415})
 PATH_STATUSES = frozenset({404})
 PROBE_STATUSES = frozenset({400, 408, 431})
+GENERATION_STATUSES = frozenset({504})
+ADMIN_STATUSES = frozenset({403})
+CONFLICT_STATUSES = frozenset({409})
 
 
 class ChatAnswer(Answer):
@@ -86,6 +91,7 @@ ANSWERS: Mapping[str, type[msgspec.Struct]] = {
     "/v1/models/{model_id}": Card,
     "/tokenize": Tokenized,
     "/detokenize": Detokenized,
+    ABORT_PATH: Aborted,
     **dict.fromkeys(PROBE_PATHS, HealthReport),
 }
 STREAMED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
@@ -163,6 +169,12 @@ def _error_statuses(path: str, operation: Mapping[str, Any]) -> Iterable[int]:
         statuses |= BODY_STATUSES
     if "{" in path:
         statuses |= PATH_STATUSES
+    if path in STREAMED:
+        statuses |= GENERATION_STATUSES
+    if is_admin_path(path) or path == ABORT_PATH:
+        statuses |= ADMIN_STATUSES
+    if path.startswith(ADMIN_PREFIX):
+        statuses |= CONFLICT_STATUSES
     return sorted(statuses)
 
 

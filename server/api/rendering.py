@@ -8,13 +8,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moed.server.api.bodies.chat import ChatBody
+from moed.server.api.bodies.completion import CompletionBody
+from moed.server.api.bodies.sampling import SamplingBody
 from moed.server.api.chat import prepare_chat
 from moed.server.api.completions import prepare_completion
 from moed.server.api.generation import PromptTokens, served_model
 from moed.server.api.json_route import JsonRoute
-from moed.server.api.parameters import Defaults, Ignored, Sampling
-from moed.server.api.requests import ChatBody, CompletionBody, SamplingBody
+from moed.server.api.parameters import Defaults, Sampling
 from moed.server.api.state import AppState
+from moed.server.api.unknown_parameters import Ignored
 
 
 def render_router(state: AppState) -> APIRouter:

@@ -5,11 +5,14 @@ from typing import Any
 
 import msgspec
 
+from moed.server.api.bodies.sampling import SamplingBody
+from moed.server.api.bodies.structured import StructuralTags
 from moed.server.api.errors import InvalidRequest
-from moed.server.api.requests import SamplingBody
 from moed.server.api.state import AppState
+from moed.server.api.structural_tags import read_structural_tags, structural_lark
 from moed.server.grammar_checker import Question
 from moed.server.grammar_library import GrammarError
+from moed.server.tokenizer import TextTokenizer
 
 ANY_OBJECT = '{"type":"object"}'
 
@@ -23,9 +26,14 @@ class Asked:
     param: str
 
 
-def asked_grammar(body: SamplingBody) -> Asked | None:
+def asked_grammar(body: SamplingBody, state: AppState) -> Asked | None:
     """What the output must follow. Raises `InvalidRequest` when it is asked for twice."""
-    found = [*_response_format(body), *_structured_outputs(body), *_older_names(body)]
+    found = [
+        *_structural_tags(body, state.tools.tokenizer),
+        *_response_format(body),
+        *_structured_outputs(body),
+        *_other_names(body),
+    ]
     if len(found) > 1:
         raise InvalidRequest(
             f"{found[0].param} and {found[1].param} both say what the output must follow; give one "
@@ -36,9 +44,20 @@ def asked_grammar(body: SamplingBody) -> Asked | None:
     return found[0] if found else None
 
 
+def _structural_tags(body: SamplingBody, tokenizer: TextTokenizer) -> list[Asked]:
+    found: list[tuple[StructuralTags, str]] = []
+    if body.response_format is not None and body.response_format.type == "structural_tag":
+        found.append((body.response_format, "response_format"))
+    outputs = body.structured_outputs
+    if outputs is not None and outputs.structural_tag is not None:
+        param = "structured_outputs.structural_tag"
+        found.append((read_structural_tags(outputs.structural_tag, param), param))
+    return [Asked("lark", structural_lark(tags, p, tokenizer), p) for tags, p in found]
+
+
 def _response_format(body: SamplingBody) -> list[Asked]:
     given = body.response_format
-    if given is None or given.type == "text":
+    if given is None or given.type in ("text", "structural_tag"):
         return []
     if given.type == "json_object":
         return [Asked("json", ANY_OBJECT, "response_format")]
@@ -70,28 +89,34 @@ def _structured_outputs(body: SamplingBody) -> list[Asked]:
             param="structured_outputs.json",
             code="invalid_value",
         )
-    return _of_kinds("structured_outputs.", values)
+    return [
+        _asked(kind, value, f"structured_outputs.{kind}")
+        for kind, value in values.items()
+        if value is not None
+    ]
 
 
-def _older_names(body: SamplingBody) -> list[Asked]:
-    """vLLM's former names."""
-    values = {
-        "json": body.guided_json,
-        "regex": body.guided_regex,
-        "choice": body.guided_choice,
-        "grammar": body.guided_grammar,
-    }
-    return _of_kinds("guided_", values)
+# By parameter: the kind of grammar.
+OTHER_NAMES = {
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 
 
-def _of_kinds(prefix: str, values: dict[str, Any]) -> list[Asked]:
-    found = []
-    for kind, value in values.items():
-        if value is not None:
-            param = prefix + kind
-            is_text = isinstance(value, str)
-            found.append(Asked(kind, value if is_text else _json_text(value, param), param))
-    return found
+def _other_names(body: SamplingBody) -> list[Asked]:
+    """Other servers' names, and vLLM's former ones."""
+    given = ((name, kind, getattr(body, name)) for name, kind in OTHER_NAMES.items())
+    return [_asked(kind, value, name) for name, kind, value in given if value is not None]
+
+
+def _asked(kind: str, value: Any, param: str) -> Asked:
+    return Asked(kind, value if isinstance(value, str) else _json_text(value, param), param)
 
 
 def _json_text(value: Any, param: str) -> str:

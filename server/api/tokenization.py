@@ -8,13 +8,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moed.server.api.bodies.tokenization import DetokenizeBody, TokenizeBody
 from moed.server.api.completions import check_length
 from moed.server.api.conversation import render
 from moed.server.api.errors import InvalidRequest
 from moed.server.api.generation import encode_all, served_model
 from moed.server.api.json_route import JsonRoute
 from moed.server.api.parameters import check_token_ids
-from moed.server.api.requests import DetokenizeBody, TokenizeBody
 from moed.server.api.state import AppState
 
 MAX_INLINE_TOKENS = 4096

@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from moed.server.api.bodies.chat import ChatBody
 from moed.server.api.errors import InvalidRequest, UnsupportedParameter
-from moed.server.api.requests import ChatBody
 from moed.server.api.validation import first_problem
 
 # What a chat's body may say and these protocols do not name: taken under the chat's name.
@@ -30,6 +30,7 @@ SHARED_EXTRAS = frozenset(
         "stop",
         "stop_token_ids",
         "structured_outputs",
+        "thinking_token_budget",
         "top_k",
     )
 )

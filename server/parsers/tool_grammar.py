@@ -29,6 +29,9 @@ class Literals:
     def terminals(self, text: str) -> str:
         return " ".join(self._parts(text))
 
+    def has_special(self, text: str) -> bool:
+        return self._pattern is not None and self._pattern.search(text) is not None
+
     def _parts(self, text: str) -> Iterator[str]:
         place = 0
         for match in self._pattern.finditer(text) if self._pattern is not None else ():
@@ -119,12 +122,12 @@ def _call_rules(rule: str, tool: ToolSpec, syntax: ToolSyntax, literals: Literal
     schema = NO_PARAMETERS if tool.parameters is None else tool.parameters
     tail = literals.terminals(syntax.tail)
     if syntax.parameter is None:
-        return [f"{rule}: {opening} {_json_rule(schema)} {tail}"]
+        return [f"{rule}: {opening} {json_rule(schema)} {tail}"]
     rules, body = _parameter_rules(rule, schema, syntax.parameter, literals)
     return [f"{rule}: {opening} {body} {tail}", *rules]
 
 
-def _json_rule(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any]) -> str:
     options = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
     return "%json " + json.dumps({**schema, **options}, ensure_ascii=False)
 
@@ -156,7 +159,7 @@ def _value_rule(value: Any, schema: Mapping[str, Any], is_string: bool) -> str:
     if is_string:
         return "(" + " | ".join(_quoted(word) for word in value["enum"]) + ")"
     if not isinstance(value, dict):
-        return _json_rule({})
+        return json_rule({})
     # References go to the whole schema's definitions.
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return _json_rule({**shared, **value})
+    return json_rule({**shared, **value})

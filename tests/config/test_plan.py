@@ -94,7 +94,10 @@ def test_qwen3_on_eight_ranks(make_full_plan: MakePlan) -> None:
     assert plan.memory.left == int(80 * GIB * 0.92) - plan.memory.fixed
     tokens = plan.memory.left // (plan.kv_cache.bytes_per_token * 16) * 16
     assert plan.kv_cache.num_tokens == tokens
-    received, by_expert, _ = plan.workspace
+    received, by_expert, context, masks, _ = plan.workspace
+    # 2**18 rows of requests that decode together, of one layer; pieces of prompts of all lengths.
+    assert context.num_bytes == 2**18 * 2 * 4 * 128 * 2
+    assert masks.num_bytes == 2048 * 40960 * (2 + 2)
     assert received.num_bytes == 8 * 2048 * 2048 * 2
     assert by_expert.num_bytes == 8 * 2048 * 8 * (2048 * 6 + 2 * 768 * 2)
     assert (plan.budget.tokens, plan.budget.why) == (2048, "the default")

@@ -1,6 +1,7 @@
 """The bundled model through the `openai` client, as in the README."""
 
 import asyncio
+import re
 
 import httpx
 import openai
@@ -57,7 +58,15 @@ def test_models_and_metrics(daemon: Daemon) -> None:
     for rank in (0, 1):
         daemon.post("/v1/chat/completions", {"messages": QUESTION}, rank).raise_for_status()
     samples = daemon.metrics()
+    text = httpx.get(f"{daemon.url}/metrics").text
+    for use in ("weights", "kv_cache"):
+        assert re.search(rf'^moed:memory_bytes\{{.*use="{use}"\}} [1-9]', text, re.M)
     for rank in (0, 1):
+        assert samples["moed:step_seconds_count", rank] > 0
+        assert samples["moed:request_queue_time_seconds_count", rank] > 0
+        assert re.search(
+            rf'^moed:all2all_wait_seconds_count\{{ep_rank="{rank}".*\}} [1-9]', text, re.M
+        )
         assert samples["moed:generation_tokens_total", rank] > 0
         assert samples["moed:moe_rows_total", rank] > 0
         assert samples["moed:rank_up", rank] == 1

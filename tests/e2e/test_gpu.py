@@ -1,4 +1,4 @@
-"""The same answers from GPUs: what `make gpu-check` runs; skipped where there is none."""
+"""The same answers from GPUs, also from two; skipped where there are none."""
 
 import pytest
 import torch

@@ -106,6 +106,16 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         },
         "num_mtp_layers": 0,
     },
+    "solar_open": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+    },
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,

@@ -3,13 +3,14 @@
 import pathlib
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
+    ObservabilityConfig,
     ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
@@ -23,6 +24,7 @@ from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import local_kv_heads, make_kv_cache
 from moed.moe.model import Decoder, load_model
 
+CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 B = 256
@@ -91,6 +93,9 @@ def engine_config(
             request_timeout_s=None,
             tls=None,
             cors=None,
+            observability=ObservabilityConfig(
+                log_format="text", log_requests=False, metrics_compat="vllm"
+            ),
         ),
     )
 
@@ -113,7 +118,7 @@ def one_rank(rank: int = 0, world_size: int = 1) -> Groups:
     )
 
 
-def load(config: EngineConfig, groups: Groups) -> Decoder:
+def load(config: EngineConfig, groups: Groups, device: torch.device = CPU) -> Decoder:
     """The decoder of this rank."""
     placement = config.placement()
     backend = create_backend(
@@ -122,7 +127,7 @@ def load(config: EngineConfig, groups: Groups) -> Decoder:
         placement,
         config.fused_moe,
         getattr(torch, config.model.dtype),
-        torch.device("cpu"),
+        device,
     )
     return load_model(config, groups, backend, lambda _: None)
 
@@ -130,8 +135,11 @@ def load(config: EngineConfig, groups: Groups) -> Decoder:
 class Stepper:
     """Runs pieces of requests; their KV blocks are scattered over the pool."""
 
-    def __init__(self, config: EngineConfig, decoder: Decoder, rank: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, decoder: Decoder, rank: int = 0, device: torch.device = CPU
+    ) -> None:
         self._decoder = decoder
+        self._device = device
         self._rank = rank
         dtype = getattr(torch, config.model.dtype)
         self._kv_cache = make_kv_cache(
@@ -141,7 +149,7 @@ class Stepper:
             NUM_BLOCKS,
             BLOCK_SIZE,
             dtype,
-            torch.device("cpu"),
+            device,
         )
         order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7))
         self._free: list[int] = order.tolist()
@@ -189,14 +197,18 @@ class Stepper:
         tables = [
             self._blocks[request] + [0] * (width - len(self._blocks[request])) for request in pieces
         ]
+
+        def tensor(numbers: Any) -> torch.Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
         batch = ForwardBatch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            token_ids=tensor(token_ids),
+            positions=tensor(positions),
+            slot_mapping=tensor(slots),
             query_lens=tuple(len(tokens) for tokens in pieces.values()),
             context_lens=tuple(context_lens),
-            block_tables=torch.tensor(tables, dtype=torch.int64).view(len(pieces), width),
-            logits_indices=torch.tensor(list(wanted), dtype=torch.int64),
+            block_tables=tensor(tables).view(len(pieces), width),
+            logits_indices=tensor(list(wanted)),
         )
         self._step_id += 1
         across = torch.tensor(sizes, dtype=torch.int32)

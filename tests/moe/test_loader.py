@@ -238,3 +238,22 @@ def test_every_expert_lies_on_one_rank() -> None:
         placement = ExpertPlacement.linear(num_experts, num_ranks)
         ids = [e for rank in range(num_ranks) for e in placement.local_expert_ids(rank)]
         assert sorted(ids) == list(range(num_experts))
+
+
+def test_an_index_that_is_mixed_up_is_told(tmp_path: Path) -> None:
+    make_model("qwen3_moe").save_pretrained(tmp_path, max_shard_size="100KB")
+    index = json.loads((tmp_path / loader.INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    index["weight_map"][GATE] = files[0] if index["weight_map"][GATE] != files[0] else files[1]
+    (tmp_path / loader.INDEX).write_text(json.dumps(index))
+    message = refused(tmp_path)
+    assert GATE in message and "mixed up" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("header", [b"{" * 64, b"<html>" * 20, b"\xff" * 64])
+def test_a_corrupt_header_is_told(folder: Path, header: bytes) -> None:
+    content = (folder / FILE).read_bytes()
+    for begin in (0, 8):
+        (folder / FILE).write_bytes(content[:begin] + header + content[begin + len(header) :])
+        message = refused(folder)
+        assert str(folder / FILE) in message and "\n" not in message

@@ -95,7 +95,7 @@ def test_heads_expanded_in_groups(
         return attend(query, *rest)
 
     monkeypatch.setattr(mla, "_attend", spy)
-    monkeypatch.setattr(mla, "EXPANDED_BYTES", num_bytes)
+    monkeypatch.setattr(mla, "LATENT_EXPANDED_BYTES", num_bytes)
     found = in_pieces(config, tokens, 38)
     assert set(groups) == ({1} if num_bytes == 1 else {3, 1})
     torch.testing.assert_close(found, expected, rtol=0, atol=WAYS_TOLERANCE)

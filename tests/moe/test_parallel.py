@@ -15,8 +15,10 @@ from moed.config.expert_placement import ExpertPlacement
 from moed.config.weight_bytes import moe_layers
 from moed.dist.groups import Groups
 from moed.dist.registry import capabilities
-from tests.moe.checkpoints import make_checkpoint, prompt, true_logits
+from moed.moe.families import FAMILIES
+from tests.moe.checkpoints import make_checkpoint, prompt, true_greedy, true_logits
 from tests.moe.harness import Stepper, engine_config, load, one_rank
+from tests.moe.rank_jobs import generate
 from tests.worker_pool import WorkerPool
 
 BACKENDS = [name for name, entry in capabilities().items() if entry.requires_expert_parallel]
@@ -100,7 +102,7 @@ CASES = [
     ("qwen3_moe", 3, 2),
     ("mixtral", 1, 2),
     ("glm4_moe", 8, 2),
-    ("llama4_text", 8, 2),
+    ("deepseek_v3", 8, 2),
     ("gpt_oss", 6, 2),
 ]
 # Emulated, and slower: the odd ones.
@@ -134,6 +136,23 @@ def test_each_rank_equals_transformers(
     assert sum(pairs for _, _, pairs in results) == num_pairs
     for _, num_local, pairs in results:
         assert num_local or not pairs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_each_family_over_each_backend(
+    workers: Workers,
+    checkpoints: Callable[..., tuple[Any, Any]],
+    family: str,
+    backend: str,
+) -> None:
+    truth, folder = checkpoints(family, 8)
+    config = engine_config(folder, backend=backend, ranks=2)
+    assert_equal_to_truth(truth, workers(2).run(run_plan, config, widened(PLAN, 2)))
+    prompts = [prompt(9, seed=3), prompt(40, seed=4)]
+    found = workers(2).run(generate, str(folder), backend, prompts, 24)
+    assert found == [true_greedy(truth, tokens, 24) for tokens in prompts]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

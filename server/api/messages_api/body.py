@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from moed.server.api.requests import INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body
+from moed.server.api.bodies.body import INT64_MAX, Body
+from moed.server.api.bodies.conversation import MAX_MESSAGES, MAX_TOOLS
 
 MAX_STOP_SEQUENCES = 64
 TEXT_ONLY = "this model reads nothing but text"
@@ -56,7 +57,7 @@ class ToolChoiceParam(Body):
 
 class ThinkingParam(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     display: str | None = None
 
 

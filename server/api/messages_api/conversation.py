@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from moed.server.api.bodies.chat import ChatBody
 from moed.server.api.errors import InvalidRequest, UnsupportedParameter
 from moed.server.api.messages_api.body import (
     TEXT_ONLY,
@@ -12,7 +13,6 @@ from moed.server.api.messages_api.body import (
     Text,
     ToolParam,
 )
-from moed.server.api.requests import ChatBody
 from moed.server.api.translation import chat_body, joined_text
 
 # What only Anthropic's own servers do.
@@ -42,8 +42,8 @@ def to_chat(body: CountBody) -> ChatBody:
         **_tool_choice(body),
         **_output(body),
     }
-    if body.thinking is not None and body.thinking.budget_tokens is not None:
-        extras["thinking.budget_tokens"] = body.thinking.budget_tokens
+    if body.thinking is not None and body.thinking.type == "enabled":
+        translated["thinking_token_budget"] = body.thinking.budget_tokens
     if isinstance(body, MessagesBody):
         translated |= {
             "max_tokens": body.max_tokens,

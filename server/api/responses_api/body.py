@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from moed.server.api.requests import INT64_MAX, MAX_MESSAGES, MAX_TOOLS, Body
+from moed.server.api.bodies.body import INT64_MAX, Body
+from moed.server.api.bodies.conversation import MAX_MESSAGES, MAX_TOOLS
 
 MAX_METADATA = 16
 

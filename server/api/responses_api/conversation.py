@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from moed.server.api.bodies.chat import ChatBody
 from moed.server.api.errors import InvalidRequest, UnsupportedParameter
-from moed.server.api.requests import ChatBody
 from moed.server.api.responses_api.body import FunctionTool, Input, InputBody, ResponsesBody
 from moed.server.api.translation import chat_body, joined_text
 

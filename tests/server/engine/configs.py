@@ -8,6 +8,7 @@ from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ObservabilityConfig,
     ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
@@ -134,6 +135,9 @@ def engine_config(
             request_timeout_s=None,
             tls=None,
             cors=None,
+            observability=ObservabilityConfig(
+                log_format="text", log_requests=False, metrics_compat="vllm"
+            ),
         ),
         fault_injection=fault_injection,
     )

@@ -5,6 +5,7 @@ whatever would read one on the host fails. The experts are those of a GPU withou
 import contextlib
 import dataclasses
 import importlib.util
+import pathlib
 from collections.abc import Iterator
 from unittest import mock
 
@@ -24,9 +25,12 @@ from moed.dist.registry import capabilities, create_backend
 from moed.moe import native
 from moed.moe.batch import ForwardBatch
 from moed.moe.decoder import Decoder
-from moed.moe.kv_cache import KVCache
+from moed.moe.families import FAMILIES
+from moed.moe.kv_cache import KVCache, LatentCache, local_kv_heads, make_kv_cache
 from moed.moe.model import load_model
 from moed.server.graph_inputs import GraphInputs
+from tests.moe import harness
+from tests.moe.checkpoints import make_model
 from tests.moe.harness import one_rank
 from tests.moe.host_reads import HostRead, no_host_reads
 from tests.server.engine.configs import engine_config
@@ -58,8 +62,12 @@ def without_triton() -> Iterator[None]:
         yield
 
 
-def gpu_config(backend: str, ranks: int) -> EngineConfig:
-    config = engine_config(backend=capabilities()[backend], ranks=ranks)
+def gpu_config(backend: str, ranks: int, folder: pathlib.Path | None) -> EngineConfig:
+    """Of the checkpoint in `folder`, or of a small Qwen3-MoE; weights are random."""
+    if folder is None:
+        config = engine_config(backend=capabilities()[backend], ranks=ranks)
+    else:
+        config = harness.engine_config(folder, backend=backend, ranks=ranks, load_format="dummy")
     parallel = dataclasses.replace(config.parallel, device="cuda")
     # What torch's grouped product takes.
     model = dataclasses.replace(config.model, dtype="bfloat16")
@@ -72,7 +80,7 @@ class Step:
 
     decoder: Decoder
     batch: ForwardBatch
-    cache: KVCache
+    cache: KVCache | LatentCache
     metadata: DPMetadata
 
     def run(self) -> torch.Tensor:
@@ -80,16 +88,17 @@ class Step:
         return self.decoder.forward(self.batch, self.cache, self.metadata)
 
 
-def make_step(backend: str, ranks: int, in_graph: bool) -> Step:
+def make_step(backend: str, ranks: int, in_graph: bool, folder: pathlib.Path | None = None) -> Step:
     """As a graph of so many ranks records it, or as it runs eagerly."""
-    config, groups = gpu_config(backend, ranks), one_rank(world_size=ranks)
+    config, groups = gpu_config(backend, ranks, folder), one_rank(world_size=ranks)
     groups.device = mock.Mock()
     made = create_backend(
         backend, groups, config.placement(), config.fused_moe, torch.bfloat16, CPU
     )
     with without_triton():
         decoder = load_model(config, groups, made, lambda _: None)
-    cache = KVCache(config.model, 2, 9, 9, BLOCK_SIZE, torch.bfloat16, CPU)
+    heads = local_kv_heads(config.model, 1)
+    cache = make_kv_cache(config.model, heads, 9, 9, BLOCK_SIZE, torch.bfloat16, CPU)
     inputs = GraphInputs((SHAPE,), BLOCK_SIZE, (8, None), CPU)
     sizes = torch.full((ranks,), SHAPE.num_rows, dtype=torch.int32)
     padding = inputs.padding(SHAPE) if in_graph else None
@@ -124,6 +133,15 @@ def run_for_real() -> None:
 def test_a_recorded_step_never_waits(backend: str, ranks: int) -> None:
     assert capabilities()[backend].graph_safe
     step = make_step(backend, ranks, in_graph=True)
+    assert not step.decoder.reads_on_host
+    assert record(step).shape == (SHAPE.num_rows, 97)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_family_waits(family: str, tmp_path: pathlib.Path) -> None:
+    make_model(family).config.get_text_config().save_pretrained(tmp_path)
+    step = make_step("local", 1, in_graph=True, folder=tmp_path)
+    step.run()
     assert not step.decoder.reads_on_host
     assert record(step).shape == (SHAPE.num_rows, 97)
 

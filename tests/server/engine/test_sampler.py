@@ -9,7 +9,7 @@ import torch
 
 from moed.server.draw import draw, filtered_weights, keep_top_p, uniform
 from moed.server.grammar_masks import NO_MASKS
-from moed.server.messages import SamplingParams
+from moed.server.messages import ReasoningLimit, SamplingParams
 from moed.server.request import Request
 from moed.server.sampler import choose_tokens, sample
 from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
@@ -66,7 +66,8 @@ FRACTIONS = [0.4, 0.05, 0.3, 0.05, 0.2]
 def weights(**params: Any) -> list[float]:
     """Normalized weights of FRACTIONS under the filters."""
     made = SamplingParams(**{"max_tokens": 1, "seed": 0, "temperature": 1.0, **params})
-    found = filtered_weights(torch.tensor(FRACTIONS).log()[None], [made])[0]
+    logits = torch.tensor(FRACTIONS).log()[None]
+    found = filtered_weights(logits, logits.amax(dim=1), [made])[0]
     values: list[float] = (found / found.sum()).tolist()
     return [round(value, 6) for value in values]
 
@@ -142,6 +143,32 @@ def test_draw_is_the_inverse_of_the_cumulated_distribution() -> None:
     numbers = [0.0, 0.2499, 0.25, 0.99, 1 - 2**-53]
     found = [int(draw(row, [number])) for number in numbers]
     assert found == [0, 0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 511, 512, 1000])
+def test_draw_finds_its_token_in_any_block(num_tokens: int) -> None:
+    """Whole numbers, whose sums are exact in any order, many of them 0."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    rows = torch.randint(-3, 4, (50, num_tokens), generator=generator).clamp(min=0).float()
+    rows[:, -1] = 1.0
+    numbers = torch.rand(50, generator=generator, dtype=torch.float64).tolist()
+    numbers[:3] = [0.0, 1 - 2**-53, 0.5]
+    found = draw(rows, numbers)
+    sums = rows.double().cumsum(dim=1)
+    for row, token, number in zip(range(50), found.tolist(), numbers, strict=True):
+        target = min(number * float(sums[row, -1]), math.nextafter(float(sums[row, -1]), 0))
+        assert rows[row, token] > 0
+        assert float(sums[row, token]) > target >= float(sums[row, token] - rows[row, token])
+
+
+def test_draw_never_takes_a_token_without_weight() -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.rand(400, 700, generator=generator) ** 40
+    rows[torch.rand(400, 700, generator=generator) < 0.97] = 0.0
+    rows[:, 650] = 1e-30
+    for number in (0.0, 0.3, 0.7, 1 - 2**-53):
+        tokens = draw(rows, [number] * 400)
+        assert bool((rows.gather(1, tokens[:, None]) > 0).all())
 
 
 def test_frequencies_follow_the_distribution() -> None:
@@ -384,3 +411,37 @@ def test_nothing_is_left_to_choose() -> None:
     made = request([0], [], allowed_token_ids=[4], bad_words=[[4]], **GREEDY)
     (result,) = run(torch.zeros(1, V), made)
     assert result.error is not None and "allowed_token_ids" in result.error
+
+
+@pytest.mark.parametrize(
+    ("begin_id", "output", "is_forced"),
+    [
+        # Three tokens of reasoning, which tokens 1 and 2 end; the first of them is written.
+        (None, [5, 5], False),
+        (None, [5, 5, 5], True),
+        (None, [5, 5, 5, 1], False),
+        (None, [5, 1, 5], False),
+        (None, [5, 2, 5], False),
+        (9, [5, 5, 5], False),
+        (9, [9, 5, 5], False),
+        (9, [9, 5, 5, 5], True),
+        (9, [5, 9, 5, 5, 5], True),
+        (9, [5, 9, 5, 1, 5], False),
+        (9, [5, 5, 5, 5, 9, 5, 5, 5], False),
+    ],
+)
+def test_reasoning_ends_when_it_has_had_its_tokens(
+    begin_id: int | None, output: list[int], is_forced: bool
+) -> None:
+    """The prompt, which holds an end, does not count."""
+    logits = [0.0, -50.0, 2.0, 3.0, 4.0, *[0.0] * 5]
+    limit = ReasoningLimit(begin_id, [1, 2], 3)
+    made = request([1, 9], output, reasoning_limit=limit, **GREEDY)
+    assert choose(logits, made) == (1 if is_forced else 4)
+
+
+def test_reasoning_that_may_not_begin_ends_at_once_whatever_else_is_asked() -> None:
+    limit = ReasoningLimit(None, [3], 0)
+    params = {"reasoning_limit": limit, "temperature": 2.0, "seed": 1}
+    made = request([1], [], logit_bias={3: -100.0}, bad_words=[[3]], **params)
+    assert choose([1.0] * 10, made) == 3

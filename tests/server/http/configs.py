@@ -10,6 +10,7 @@ from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ObservabilityConfig,
     ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
@@ -41,6 +42,7 @@ SERVER = ServerConfig(
     request_timeout_s=None,
     tls=None,
     cors=None,
+    observability=ObservabilityConfig(log_format="text", log_requests=False, metrics_compat="vllm"),
 )
 
 

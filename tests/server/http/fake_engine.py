@@ -23,6 +23,7 @@ MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 NUM_CACHED = 3
+QUEUE_S = 0.001
 
 Script = Callable[[AddRequest], list[int]]
 
@@ -174,6 +175,7 @@ class FakeEngine:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=NUM_CACHED if done == 0 else 0,
+            queue_s=QUEUE_S if done == 0 else 0.0,
         )
 
     def _stats(self) -> RankStats:

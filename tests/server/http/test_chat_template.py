@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from moed.config.errors import ModelError
+from moed.server.api.bodies.conversation import Message
 from moed.server.api.conversation import template_message
-from moed.server.api.requests import Message
 from moed.server.chat_template import ChatTemplate, TemplateFailed
 from tests.server.http.checkpoints import byte_level_tokenizer, write_checkpoint
 
@@ -223,3 +223,83 @@ def test_continuing_needs_a_final_message_that_is_shown() -> None:
         ours(template, PLAIN[:3], None, continue_final_message=True)
     with pytest.raises(TemplateFailed, match="text content"):
         ours(template, [{"role": "assistant"}], None, continue_final_message=True)
+
+
+# One feature of published templates each.
+FEATURES = {
+    "generation": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}[{% generation %}\n"
+        "{% set said = m.content %}{{ said }}{% endgeneration %}]"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "json": (
+        "{{ messages | tojson }}{{ {'b': 1.0, 'a': none, 'c': [true, 'é<&>']} | tojson }}"
+        "{{ {'b': 1, 'a': {'d': 2}} | tojson(indent=4, sort_keys=true) }}"
+        "{{ 'é' | tojson(ensure_ascii=true) }}{{ {1: 2} | tojson }}"
+    ),
+    "date": "{{ strftime_now('%d %b %Y') }}{% if strftime_now is defined %}!{% endif %}",
+    "tools": (
+        "{% if tools is not none and tools %}{% for tool in tools %}{% set f = tool.function %}"
+        "{{ loop.index0 }} {{ f.name | upper }}"
+        "{% for key, value in f.parameters.properties.items() %}"
+        " {{ key }}:{{ value.type | default('any') }}{% endfor %}{% endfor %}{% else %}-{% endif %}"
+    ),
+    "prompt": "{{ messages[-1].content | trim }}{% if add_generation_prompt %}<|go|>{% endif %}",
+    "macro": (
+        "{% macro show(m, depth=0) -%}{{ '  ' * depth }}{{ m['role'] }}: {{ m['content'] }}\n"
+        "{%- endmacro %}{% set ns = namespace(seen=false) %}{% for m in messages[::-1] %}"
+        "{% if not ns.seen and m.role == 'user' %}{% set ns.seen = true %}{{ show(m, 2) }}"
+        "{% endif %}{% endfor %}"
+    ),
+    "spaces": "  {%- for m in messages %}\n    {{- m.role }}\n  {% endfor +%}\n  {# note #}\n end",
+    "missing": "{{ messages[0].absent }}|{{ absent }}|{{ 'x' if absent is defined else 'y' }}",
+    "text": (
+        "{{ messages[1].content.split('?')[0].strip('W') }}{{ messages[0].content | length }}"
+        "{{ messages[0].content.startswith('Be') }}"
+        "{{ messages | map(attribute='role') | join(',') }}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("feature", sorted(FEATURES))
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_features_equal_transformers(tmp_path: pathlib.Path, feature: str, tools: Any) -> None:
+    template = load(tmp_path, FEATURES[feature])
+    for options in ({}, {"add_generation_prompt": True}):
+        found = ours(template, PLAIN, tools, **options)
+        assert found == theirs(tmp_path, PLAIN, tools, **options)
+        assert found
+
+
+@pytest.mark.parametrize("last", ["3", "  The answer", "It is ", "x\n\n", "3 3 3"])
+@pytest.mark.parametrize(
+    "around", ["{{ m.content }}", "<{{ m.content | trim }}>", "{{ m.role }}\n{{ m.content }}</s>\n"]
+)
+def test_continued_messages_equal_transformers(
+    tmp_path: pathlib.Path, around: str, last: str
+) -> None:
+    template = load(tmp_path, "{% for m in messages %}" + around + "{% endfor %}")
+    messages = [*PLAIN[:2], {"role": "assistant", "content": last}]
+    options = {"continue_final_message": True}
+    assert ours(template, messages, None, **options) == theirs(tmp_path, messages, None, **options)
+
+
+def test_refusals_carry_the_words_that_transformers_gives(tmp_path: pathlib.Path) -> None:
+    template = load(tmp_path, "{{ raise_exception('No ' ~ messages[0].role ~ ', please') }}")
+    with pytest.raises(TemplateFailed) as ours_failed:
+        ours(template, PLAIN, None)
+    with pytest.raises(Exception) as theirs_failed:  # noqa: B017 (jinja2's own)
+        theirs(tmp_path, PLAIN, None)
+    assert str(ours_failed.value) == str(theirs_failed.value) == "No system, please"
+
+
+def test_templates_in_files_of_their_own(tmp_path: pathlib.Path) -> None:
+    write_checkpoint(tmp_path, byte_level_tokenizer(), **SPECIAL)
+    (tmp_path / "chat_template.jinja").write_text("plain {{ messages[0].content }}\n")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }}")
+    template = ChatTemplate.load(str(tmp_path))
+    assert template is not None
+    for tools in (None, TOOLS):
+        assert ours(template, PLAIN, tools) == theirs(tmp_path, PLAIN, tools)

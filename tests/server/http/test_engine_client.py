@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moed.server.ended_requests import Origin
 from moed.server.engine_client import (
     ChoiceSpec,
     EngineClient,
@@ -32,6 +33,16 @@ from moed.server.messages import (
 from moed.server.metrics import Metrics
 from tests.server.http.configs import frontend_config
 
+ORIGIN = Origin(
+    request_id="req-1",
+    operation="text_completion",
+    model="tiny",
+    num_per_prompt=1,
+    max_tokens=None,
+    temperature=0.0,
+    top_p=1.0,
+    headers={},
+)
 PARAMS = SamplingParams(max_tokens=10, seed=0, temperature=0.0)
 
 
@@ -62,7 +73,7 @@ class Bench:
             self.client.handle(ready, lambda _: None)
 
     def submit(self, count: int = 1, rank: int | None = None) -> Submission:
-        return self.client.submit([ChoiceSpec([1, 2, 3], PARAMS)] * count, 0, rank)
+        return self.client.submit([ChoiceSpec([1, 2, 3], PARAMS)] * count, ORIGIN, 0, rank)
 
     @property
     def added(self) -> list[AddRequest]:
@@ -256,7 +267,7 @@ def test_nothing_new_is_dropped_whole() -> None:
 def test_choices_of_one_prompt_share_a_rank_and_its_prompt(bench: Bench) -> None:
     prompt, other = list(range(40)), list(range(100, 140))
     specs = [ChoiceSpec(prompt, PARAMS)] * 3 + [ChoiceSpec(other, PARAMS)] * 3
-    bench.client.submit(specs, 0, None, "salt")
+    bench.client.submit(specs, ORIGIN, 0, None, "salt")
     ranks = [rank for rank, message in bench.channel.sent if isinstance(message, AddRequest)]
     assert ranks == [0, 0, 0, 1, 1, 1]
     assert {request.cache_salt for request in bench.added} == {"salt"}
@@ -265,10 +276,10 @@ def test_choices_of_one_prompt_share_a_rank_and_its_prompt(bench: Bench) -> None
 
 
 def test_forgotten_prefixes_are_forgotten_by_every_rank(bench: Bench) -> None:
-    bench.client.submit([ChoiceSpec(list(range(40)), PARAMS)], 0, 1)
+    bench.client.submit([ChoiceSpec(list(range(40)), PARAMS)], ORIGIN, 0, 1)
     bench.channel.sent.clear()
     bench.client.forget_prefixes()
     kinds = [(rank, type(message)) for rank, message in bench.channel.sent]
     assert kinds == [(0, ForgetPrefixes), (1, ForgetPrefixes), (0, Wake), (1, Wake)]
-    bench.client.submit([ChoiceSpec(list(range(40)), PARAMS)], 0, 1)
+    bench.client.submit([ChoiceSpec(list(range(40)), PARAMS)], ORIGIN, 0, 1)
     assert bench.client._balancer.loads == [0, 2 * 50]

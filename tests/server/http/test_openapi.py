@@ -69,7 +69,7 @@ def test_every_answer_is_as_described(served: Served, schema: Any, mode: Generat
 def test_very_many_answers_are_as_described(
     served: Served, schema: Any, mode: GenerationMode
 ) -> None:
-    try_all(schema, mode, 200)
+    try_all(schema, mode, 100)
     served.wait(functools.partial(is_at_rest, served))
 
 

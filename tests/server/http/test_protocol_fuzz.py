@@ -1,13 +1,12 @@
 """Bodies of `/v1/responses` and `/v1/messages` with anything in any place: never a server error."""
 
-import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.server.http.anything import VALUES, nested, places, replaced
 from tests.server.http.served import Served
 
 PARTS: list[Any] = [{"type": "text", "text": "a"}]
@@ -64,37 +63,6 @@ PATHS = {
     "/v1/responses": RESPONSES,
     "/v1/responses/input_tokens": RESPONSES,
 }
-LEAVES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.sampled_from([10**30, -1, 0, 2**63, 1e308, "", "\0", "user", "text", "function", "auto"]),
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
-)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    entries = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in entries:
-        yield (*path, key)
-        if isinstance(inner, dict | list):
-            yield from places(inner, (*path, key))
-
-
-def replaced(body: Any, path: tuple[Any, ...], value: Any) -> Any:
-    body = copy.deepcopy(body)
-    inner = body
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return body
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -111,13 +79,6 @@ def test_anything_anywhere(shared: Served, path: str, data: st.DataObject) -> No
     response = shared.post(path, replaced(body, place, data.draw(VALUES)))
     assert response.status_code < 500, (place, response.text)
     assert len(response.content) < 4096 or response.status_code == 200
-
-
-def nested(depth: int) -> Any:
-    value: Any = {}
-    for _ in range(depth):
-        value = {"a": value}
-    return value
 
 
 @pytest.mark.parametrize("path", PATHS)

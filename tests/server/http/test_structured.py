@@ -174,12 +174,28 @@ def test_both_parameters_exclude_each_other(served: Served) -> None:
     assert "response_format" in error["message"] and "structured_outputs" in error["message"]
 
 
+STRUCTURE = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
         ({"type": "json_schema"}, "response_format.json_schema"),
         ({"type": "nope"}, "response_format.type"),
-        ({"type": "structural_tag"}, "response_format.type"),
+        ({"type": "structural_tag"}, "response_format"),
+        ({"type": "structural_tag", "triggers": ["<a"]}, "response_format"),
+        (
+            {"type": "structural_tag", "triggers": [""], "structures": [STRUCTURE]},
+            "response_format.triggers[0]",
+        ),
+        (
+            {"type": "structural_tag", "triggers": ["<b"], "structures": [STRUCTURE]},
+            "response_format",
+        ),
+        (
+            {"type": "structural_tag", "format": {"type": "sequence", "elements": []}},
+            "response_format.format.type",
+        ),
         ({}, "response_format.type"),
         (
             {"type": "json_schema", "json_schema": {"schema": 5}},
@@ -190,6 +206,41 @@ def test_both_parameters_exclude_each_other(served: Served) -> None:
 )
 def test_bad_response_format_is_named(served: Served, given: Any, param: str) -> None:
     assert refusal(served, "/v1/chat/completions", response_format=given)["param"] == param
+
+
+TAGS: list[dict[str, Any]] = [
+    {"triggers": ["<a"], "structures": [STRUCTURE]},
+    {
+        "format": {
+            "type": "triggered_tags",
+            "triggers": ["<a"],
+            "tags": [
+                {
+                    "type": "tag",
+                    "begin": "<a>",
+                    "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                    "end": "</a>",
+                }
+            ],
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("form", TAGS)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_structural_tags(served: Served, path: str, form: dict[str, Any]) -> None:
+    tags = {"type": "structural_tag", **form}
+    as_text = json.dumps(tags)
+    grammars = {
+        grammar_of(served, path, response_format=tags),
+        grammar_of(served, path, structured_outputs={"structural_tag": tags}),
+        grammar_of(served, path, structured_outputs={"structural_tag": as_text}),
+    }
+    (grammar,) = grammars
+    assert "opening_0[lazy]" in grammar and '"</a>"' in grammar
+    both = {"response_format": tags, "structured_outputs": {"structural_tag": tags}}
+    assert "give one of them" in refusal(served, path, **both)["message"]
 
 
 def test_message_carries_the_grammar(served: Served) -> None:

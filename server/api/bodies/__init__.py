@@ -1,0 +1,1 @@
+"""The request bodies of all routes, with the limits that need nothing but the body itself."""
