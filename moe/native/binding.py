@@ -18,10 +18,11 @@ from moed.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3")
 # File, what it is called in words, and what the processor must offer; the best first.
 INSTRUCTION_SETS = (
-    ("kernels_avx512_bf16", "AVX-512 with bfloat16", ("avx512_f", "avx512_bw", "avx512_bf16")),
-    ("kernels_avx512", "AVX-512", ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")),
+    ("kernels_avx512_bf16", "AVX-512 with bfloat16", (*AVX512, "avx512_bf16")),
+    ("kernels_avx512", "AVX-512", AVX512),
     ("kernels_avx2", "AVX2", ("avx2", "fma3")),
 )
 # torch's OpenMP, which torch itself makes known to the whole process.
