@@ -18,7 +18,7 @@ FLAGS = {
     "kernels_avx512": [*AVX512, "-mfma"],
     "kernels_avx512_bf16": [*AVX512, "-mfma", "-mavx512bf16"],
 }
-HEADERS = ["moe/native/vectors.h", "moe/native/team.h", "moe/native/matmul.h"]
+HEADERS = [f"moe/native/{name}.h" for name in ("vectors", "team", "matmul", "pack")]
 
 
 class build_native(build_ext):

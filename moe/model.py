@@ -1,7 +1,7 @@
 """From a checkpoint to a `Decoder` that holds this rank's experts."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +18,13 @@ from moed.moe.attention import AttentionBackend
 from moed.moe.attention_choice import make_attention
 from moed.moe.block_scaled import BlockScaled, WeightFormat
 from moed.moe.decoder import Attention, Decoder, DenseMLP, Layer
-from moed.moe.experts import Experts, ExpertWeights, can_compute, make_experts
+from moed.moe.experts import (
+    Experts,
+    ExpertWeights,
+    can_compute,
+    experts_to_fill,
+    make_experts,
+)
 from moed.moe.families import DecoderFeatures, Family, FusedNames, QueryKeyNorm, family_of
 from moed.moe.fused_moe import FusedMoE
 from moed.moe.latent_weights import load_latent_attention
@@ -257,11 +263,7 @@ class _Builder:
         self._placement = self._config.placement(index)
         fused = self._fused_layout(prefix)
         router = self._router(prefix, fused)
-        experts = make_experts(
-            self._backend.capabilities.activation_format,
-            self._config.parallel.device,
-            self._routed_experts(prefix, fused),
-        )
+        experts = self._routed_experts(prefix, fused)
         self._experts[index] = experts
         return FusedMoE(
             self._config.fused_moe,
@@ -318,40 +320,41 @@ class _Builder:
             gate = self._source.get(prefix + names.shared_gate, (1, self._model.hidden_size))
         return SharedExperts(gate_up, down, gate)
 
-    def _routed_experts(self, prefix: str, fused: FusedNames | None) -> ExpertWeights:
+    def _routed_experts(self, prefix: str, fused: FusedNames | None) -> Experts:
         """The experts in this rank's slots; an empty slot, which a batched backend may ask for, is
         of zeros.
         """
-        placement, model = self._placement, self._model
+        placement, model, source = self._placement, self._model, self._source
+        activation_format = self._backend.capabilities.activation_format
+        device_type = self._config.parallel.device
         if fused is None and self._stays_fp8(prefix):
-            return self._fp8_experts(prefix)
+            return make_experts(activation_format, device_type, self._fp8_experts(prefix))
         own = placement.local_expert_ids(self._rank)
         shard = shard_of(model.moe_intermediate_size, placement, self._rank)
-        dtype, device = getattr(torch, model.dtype), self._source.device
-        batched = self._backend.capabilities.activation_format is ActivationFormat.BATCHED
-        num_slots = placement.num_local_slots if batched else len(own)
-        hidden = model.hidden_size
-        gate_up = torch.empty(num_slots, 2 * shard.size, hidden, dtype=dtype, device=device)
-        down = torch.empty(num_slots, hidden, shard.size, dtype=dtype, device=device)
-        if num_slots > len(own):
-            gate_up[len(own) :].zero_()
-            down[len(own) :].zero_()
-        if fused is None:
-            self._fill(prefix, own, gate_up, down, shard)
-            return ExpertWeights(
-                BlockScaled.plain(gate_up),
-                BlockScaled.plain(down),
-                activation=self._features.activation,
-            )
-        self._fill_fused(prefix, fused, own, gate_up, down, shard)
-        gate_up_bias, down_bias = self._expert_biases(prefix, fused, own, num_slots, shard)
-        return ExpertWeights(
-            BlockScaled.plain(gate_up),
-            BlockScaled.plain(down),
-            gate_up_bias,
-            down_bias,
-            self._features.activation,
+        dtype, hidden = getattr(torch, model.dtype), model.hidden_size
+        has_biases = fused is not None and fused.gate_up_bias is not None
+        if self._features.activation.is_plain and not has_biases:
+            sizes = (len(own), hidden, shard.size)
+            filled = experts_to_fill(activation_format, source.device, dtype, sizes)
+            if filled is not None:
+                for local, matrices in enumerate(self._matrices(prefix, fused, own, shard)):
+                    filled.put(local, *matrices)
+                return filled
+        is_batched = activation_format is ActivationFormat.BATCHED
+        num_slots = placement.num_local_slots if is_batched else len(own)
+        gate_up = torch.empty(num_slots, 2 * shard.size, hidden, dtype=dtype, device=source.device)
+        down = torch.empty(num_slots, hidden, shard.size, dtype=dtype, device=source.device)
+        gate_up[len(own) :].zero_()
+        down[len(own) :].zero_()
+        for local, matrices in enumerate(self._matrices(prefix, fused, own, shard)):
+            gate_up[local, : shard.size], gate_up[local, shard.size :], down[local] = matrices
+        biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if fused is not None:
+            biases = self._expert_biases(prefix, fused, own, num_slots, shard)
+        weights = ExpertWeights(
+            BlockScaled.plain(gate_up), BlockScaled.plain(down), *biases, self._features.activation
         )
+        return make_experts(activation_format, device_type, weights)
 
     def _expert_biases(
         self, prefix: str, fused: FusedNames, own: tuple[int, ...], num_slots: int, shard: Shard
@@ -419,35 +422,31 @@ class _Builder:
             for name in (self._names.gate, self._names.up, self._names.down):
                 self._source.skip(prefix + name.format(e=expert))
 
-    def _fill(
-        self,
-        prefix: str,
-        own: tuple[int, ...],
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        shard: Shard,
-    ) -> None:
-        """Into [e, 2i, D] and [e, D, i], from a checkpoint with three matrices per expert."""
+    def _matrices(
+        self, prefix: str, fused: FusedNames | None, own: tuple[int, ...], shard: Shard
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Gate and up [i, D] and down [D, i] of each of the `own` experts, read one by one. To be
+        read to its end: what is not needed is told there.
+        """
+        if fused is not None:
+            yield from self._fused_matrices(prefix, fused, own, shard)
+            return
         names, source, hidden = self._names, self._source, self._model.hidden_size
         self._skip_others(prefix, own)
         taken = slice(shard.start, shard.stop)
-        for local, expert in enumerate(own):
+        for expert in own:
             gate, up, out = (
                 prefix + name.format(e=expert) for name in (names.gate, names.up, names.down)
             )
-            gate_up[local, : shard.size] = source.get(gate, (shard.whole, hidden))[taken]
-            gate_up[local, shard.size :] = source.get(up, (shard.whole, hidden))[taken]
-            down[local] = source.get(out, (hidden, shard.whole))[:, taken]
+            yield (
+                source.get(gate, (shard.whole, hidden))[taken],
+                source.get(up, (shard.whole, hidden))[taken],
+                source.get(out, (hidden, shard.whole))[:, taken],
+            )
 
-    def _fill_fused(
-        self,
-        prefix: str,
-        fused: FusedNames,
-        own: tuple[int, ...],
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        shard: Shard,
-    ) -> None:
+    def _fused_matrices(
+        self, prefix: str, fused: FusedNames, own: tuple[int, ...], shard: Shard
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """The same from two tensors of all experts, of which only the own rows are read."""
         source, num_experts = self._source, self._model.num_experts
         hidden, taken = self._model.hidden_size, slice(shard.start, shard.stop)
@@ -459,12 +458,11 @@ class _Builder:
                 return source.get_row(prefix + name, shape, expert).T
             return source.get_row(prefix + name, (num_experts, rows, columns), expert)
 
-        for local, expert in enumerate(own):
+        for expert in own:
             row = matrix(fused.gate_up, 2 * shard.whole, hidden, expert)
             gate, up = _gate_and_up(row, fused.is_interleaved)
-            gate_up[local, : shard.size] = gate[taken]
-            gate_up[local, shard.size :] = up[taken]
-            down[local] = matrix(fused.down, hidden, shard.whole, expert)[:, taken]
+            down = matrix(fused.down, hidden, shard.whole, expert)
+            yield gate[taken], up[taken], down[:, taken]
         # A rank without experts asks for none of it.
         source.skip(prefix + fused.gate_up)
         source.skip(prefix + fused.down)

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from moed.config.errors import ConfigError
 from moed.moe import native
 from moed.moe.block_scaled import WeightFormat
 from moed.moe.experts.base import Experts, ExpertWeights
+
+if TYPE_CHECKING:
+    from moed.moe.experts.native import NativeExperts
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def _native_standard(weights: ExpertWeights) -> Experts:
 
     found = native.library()
     assert found is not None
-    return NativeExperts(found, weights)
+    return NativeExperts.of(found, weights)
 
 
 def _torch_batched(weights: ExpertWeights) -> Experts:
@@ -118,6 +122,23 @@ def can_compute(
         and choice.obstacle() is None
         for choice in _CHOICES
     )
+
+
+def experts_to_fill(
+    activation_format: ActivationFormat,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+) -> "NativeExperts | None":
+    """Those that take plain SwiGLU weights one expert at a time, without all of them beside each
+    other before; `sizes`: experts, D and I. None where `make_experts` takes others.
+    """
+    from moed.moe.experts.native import NativeExperts, can_fill
+
+    library = native.library()
+    if activation_format is not ActivationFormat.STANDARD or library is None:
+        return None
+    return NativeExperts(library, *sizes, dtype) if can_fill(device, dtype, sizes) else None
 
 
 def make_experts(

@@ -11,7 +11,7 @@ import torch
 from moed.dist.all2all.base import Dispatched
 from moed.moe.experts.base import ExpertWeights
 from moed.moe.native.binding import ExpertLayer, Library, arguments
-from moed.moe.native.packing import can_pack, pack, pack_gate_up
+from moed.moe.native.packing import can_pack, can_pack_like, empty_packed, pack_into, padded
 
 
 def obstacle(weights: ExpertWeights) -> str | None:
@@ -23,6 +23,14 @@ def obstacle(weights: ExpertWeights) -> str | None:
     return None
 
 
+def can_fill(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]) -> bool:
+    """Whether there are kernels for plain SwiGLU experts of `sizes`: e, D and I."""
+    num_experts, hidden_size, size = sizes
+    return num_experts > 0 and all(
+        inputs > 0 and can_pack_like(device, dtype, inputs) for inputs in (hidden_size, size)
+    )
+
+
 class NativeExperts:
     """Cost follows the rows: only the weights of experts with rows are read, each once for up to 96
     of them.
@@ -30,12 +38,14 @@ class NativeExperts:
 
     reads_on_host: ClassVar[bool] = True
 
-    def __init__(self, library: Library, weights: ExpertWeights) -> None:
-        """`weights` without an `obstacle`; they are copied."""
-        self._function = library.experts
-        self._gate_up = pack_gate_up(weights.gate_up.values)
-        self._down = pack(weights.down.values)
-        num_experts, hidden_size, size = weights.down.values.shape
+    def __init__(
+        self, library: Library, num_experts: int, hidden_size: int, size: int, dtype: torch.dtype
+    ) -> None:
+        """Weights without an `obstacle` are to be `put` for every expert."""
+        self._library, self._function = library, library.experts
+        # Groups of gate and of up in turn.
+        self._gate_up = empty_packed((num_experts,), 2 * padded(size), hidden_size, dtype)
+        self._down = empty_packed((num_experts,), hidden_size, size, dtype)
         self._dtype, self._num_experts = self._down.dtype, num_experts
         self.rows_per_slot = torch.zeros(num_experts, dtype=torch.int64)
         self._layer = ExpertLayer(
@@ -47,6 +57,21 @@ class NativeExperts:
             self.rows_per_slot.data_ptr(),
         )
         self._address = ctypes.addressof(self._layer)
+
+    @classmethod
+    def of(cls, library: Library, weights: ExpertWeights) -> "NativeExperts":
+        """A copy of `weights` without an `obstacle`."""
+        num_experts, hidden_size, size = weights.down.values.shape
+        made = cls(library, num_experts, hidden_size, size, weights.down.values.dtype)
+        for expert, gate_up in enumerate(weights.gate_up.values):
+            made.put(expert, gate_up[:size], gate_up[size:], weights.down.values[expert])
+        return made
+
+    def put(self, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        """Take the weights of `expert`: `gate` and `up` [I, D], `down` [D, I]."""
+        pack_into(self._library, gate, self._gate_up[expert, 0::2])
+        pack_into(self._library, up, self._gate_up[expert, 1::2])
+        pack_into(self._library, down, self._down[expert])
 
     def __call__(self, dispatched: Dispatched, apply_weights: bool) -> torch.Tensor:
         """[r, D]: for each row the sum over its choices that live here."""

@@ -123,6 +123,8 @@ class Library:
             called: Callable[..., None] = found
             return called
 
+        # arguments, rows, bytes of a row, number of rows, units in a row, packed, bytes of a group
+        self.pack = function("moed_pack", Pointer, Int, Int, Int, Pointer, Int)
         # arguments, weight, input, rows, out
         self.linear = function("moed_linear", Pointer, Pointer, Int, Pointer)
         # arguments, input, weight, rows, size, eps, out

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "matmul.h"
+#include "pack.h"
 
 Pool pool;
 
@@ -426,6 +427,11 @@ extern "C" {
 void moed_use_pool(void* parallel, void* thread_number, void* num_threads, void* barrier) {
   pool = {ParallelFunction(parallel), NumberFunction(thread_number), NumberFunction(num_threads),
           BarrierFunction(barrier)};
+}
+
+void moed_pack(const Arguments*, const void* from, int64_t row_bytes, int64_t num_rows,
+               int64_t num_units, void* to, int64_t group_bytes) {
+  pack((const char*)from, row_bytes, num_rows, num_units, (char*)to, group_bytes);
 }
 
 void moed_linear(const Arguments* arguments, const Matrix* weight, const void* input,

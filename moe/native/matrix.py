@@ -18,7 +18,7 @@ class NativeMatrix:
         """`weight` [N, D], see `can_pack`; `bias` [N] of the same dtype, or None."""
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._packed = pack(weight)
+        self._packed = pack(library, weight)
         self._bias = None if bias is None else bias.contiguous()
         self._function = library.linear
         self.struct = Matrix(

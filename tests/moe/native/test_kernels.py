@@ -61,14 +61,30 @@ def test_something_is_held_where_there_is_a_compiler() -> None:
     assert is_native == bool(BUILT)
 
 
-def test_packing_by_hand() -> None:
+def test_packing_by_hand(library: binding.Library) -> None:
     """Two outputs of three inputs: a group is filled up with zeros, its outputs side by side."""
-    packed = pack(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    packed = pack(library, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     assert packed.flatten().view(3, 16)[:, :3].tolist() == [[1, 4, 0], [2, 5, 0], [3, 6, 0]]
-    pairs = pack(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.bfloat16))
+    few = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.bfloat16)
+    pairs = pack(library, few)
     assert pairs.flatten().view(2, 16, 2)[:, :2].tolist() == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
     assert not can_pack(torch.zeros(2, 3, dtype=torch.bfloat16))
     assert not can_pack(torch.zeros(2, 4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(37, 50), (16, 32), (48, 70)])
+def test_packing_takes_parts_of_others(
+    library: binding.Library, dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    """Every other row, some columns from an odd one on, or the columns of a transposed one."""
+    whole = normal(2 * outputs, inputs + 9).to(dtype)
+    width = 2 if dtype == torch.bfloat16 else 1
+    for part in (whole[::2, 3 : 3 + inputs], normal(inputs, outputs).to(dtype).T):
+        rows = torch.zeros(-(-outputs // 16) * 16, inputs, dtype=dtype)
+        rows[:outputs] = part
+        wanted = rows.view(-1, 16, inputs // width, width).transpose(1, 2)
+        assert torch.equal(pack(library, part), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -160,7 +176,7 @@ def test_experts(
         (normal(num_experts, 2 * size, hidden) / hidden**0.5).to(dtype),
         (normal(num_experts, hidden, size, seed=1) / size**0.5).to(dtype),
     )
-    experts = NativeExperts(library, weights)
+    experts = NativeExperts.of(library, weights)
     counts = torch.zeros(num_experts, dtype=torch.int64)
     for num_rows in [0, 1, 2, 7, 33]:
         ids = normal(num_rows, num_experts - 1, seed=2).argsort(dim=-1)[:, :2]
@@ -180,7 +196,7 @@ def test_many_rows_of_one_expert(library: binding.Library) -> None:
     weights = ExpertWeights.plain(normal(2, 32, 16) / 4, normal(2, 16, 16) / 4)
     ids = torch.tensor([[1]]).expand(250, 1)
     rows = Dispatched(normal(250, 16), ids, torch.ones(250, 1), None, None)
-    found = NativeExperts(library, weights)(rows, True)
+    found = NativeExperts.of(library, weights)(rows, True)
     wanted = reference_experts(rows, weights.gate_up.values, weights.down.values, True)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -189,7 +205,7 @@ def test_no_experts_here(library: binding.Library) -> None:
     """All rows are other ranks': zeros."""
     weights = ExpertWeights.plain(normal(2, 32, 16), normal(2, 16, 16))
     ids = torch.full((3, 2), -1)
-    found = NativeExperts(library, weights)(
+    found = NativeExperts.of(library, weights)(
         Dispatched(normal(3, 16), ids, torch.ones(3, 2), None, None), True
     )
     assert torch.equal(found, torch.zeros(3, 16))
