@@ -7,6 +7,11 @@ fresh processes and one after the other, both for rank 0: its share of the exper
 system forgets the files before each, so that both wait for the disk as a first start does; with
 --warm they stay in its cache. Prints both medians, their ratio, and the growth of anonymous memory
 against what the rank keeps.
+
+Read the ratio: 1.0 is the speed of reading alone. With --warm both are bound by memory and by page
+faults, and take under a second, so that other work on the machine shows at once. From the disk,
+loading reads through the mapped files at the system's own read-ahead, in the order of the layers,
+while reading goes in the order of the files.
 """
 
 import argparse
