@@ -1,4 +1,4 @@
-"""The command line: `moed serve`, `plan`, `place`, `bench`, `models`, `config show`, `version`, help.
+"""The command line: `moed serve`, `plan`, `place`, `bench`, `models`, `config show`, `version`, …
 
 Written out rather than left to a library: it starts in a few milliseconds, takes flags as vLLM
 users type them, and can say exactly what is wrong.
