@@ -229,6 +229,8 @@ class ObservabilityConfig:
     """A JSON line for each request that has ended."""
     metrics_compat: str
     """"vllm": every series that vLLM has is shown under its name too; or "none"."""
+    otlp_traces_endpoint: str | None
+    """Where spans of requests are sent; None: nowhere."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ moed serves Mixture-of-Experts models over many ranks, behind one OpenAI-compati
   moed plan MODEL -dp 8 [flags of serve]    memory of each rank and all that would be refused; a
                                             config.json is enough, without GPU or weights
   moed place http://HOST:PORT --copies 8    place experts by the load that a daemon has counted
+  moed bench http://HOST:PORT               load on any OpenAI-compatible server
   moed config show [flags of serve]         every resolved value, and where it came from
   moed models                               the model families that are served
   moed version

@@ -30,6 +30,7 @@ from moed.config.model import BUNDLED_NAME, bundled_checkpoint, load_model_confi
 from moed.config.placement_file import read_placement
 from moed.config.settings import ServeSettings
 from moed.config.tls import tls_config
+from moed.config.tracing import traces_endpoint
 
 SHARDING_BACKEND = "allgather_reducescatter"
 
@@ -291,6 +292,7 @@ def _server(settings: ServeSettings) -> ServerConfig:
             log_format=settings.log_format,
             log_requests=settings.log_requests,
             metrics_compat=settings.metrics_compat,
+            otlp_traces_endpoint=traces_endpoint(settings.otlp_traces_endpoint),
         ),
     )
 

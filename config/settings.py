@@ -365,6 +365,14 @@ class ServeSettings:
         group=HTTP,
         choices=("vllm", "none"),
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "send an OpenTelemetry span for each request to this OTLP/HTTP address, such as "
+        "http://collector:4318/v1/traces",
+        group=HTTP,
+        metavar="URL",
+        shown_default="no spans",
+    )
     access_log: bool = option(True, "log a line for each HTTP request", group=HTTP)
 
     config: str | None = option(

@@ -60,6 +60,10 @@ def run(command: Command) -> int:
             from moed.server.place import place
 
             place(command.words)
+        case "bench":
+            from moed.server.bench.command import bench
+
+            return bench(command.words)
         case "serve":
             return _serve(command)
     return 0

@@ -183,8 +183,8 @@ class EngineClient:
         self.num_kv_blocks = 0
         """Per rank; 0 until the ranks are ready."""
         self._drain_rate = DrainRate()
-        self.on_request_end: Callable[[EndedRequest], None] = lambda request: None
-        """Called with each HTTP request whose choices have all ended."""
+        self.on_request_end: list[Callable[[EndedRequest], None]] = []
+        """All called with each HTTP request whose choices have all ended."""
 
     # From the engines ----------------------------------------------------------------------------
 
@@ -279,7 +279,8 @@ class EngineClient:
         if not submission.open:
             request = EndedRequest(submission.origin, tuple(submission.ended))
             self._metrics.requests.on_request_end(request)
-            self.on_request_end(request)
+            for listener in self.on_request_end:
+                listener(request)
         self._drain_rate.on_end(now)
 
     # To the engines ------------------------------------------------------------------------------

@@ -146,8 +146,15 @@ class Frontend:
         health = Health(self._config.parallel.world_size)
         metrics = Metrics(self._config)
         self._engine = EngineClient(self._config, channel, health, metrics)
-        if self._config.server.observability.log_requests:
-            self._engine.on_request_end = log_request
+        observability, tracing = self._config.server.observability, None
+        if observability.log_requests:
+            self._engine.on_request_end.append(log_request)
+        if observability.otlp_traces_endpoint is not None:
+            # Its package is there: the settings were checked.
+            from moed.server.tracing import Tracing
+
+            tracing = Tracing.to_endpoint(observability.otlp_traces_endpoint)
+            self._engine.on_request_end.append(tracing.on_request_end)
         grammars = GrammarChecker(self._config.model)
         self._state = AppState(self._config, self._engine, health, metrics, grammars)
         self._server = HttpServer(self._uvicorn_config())
@@ -171,6 +178,8 @@ class Frontend:
         finally:
             grammars.close()
             channel.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     def _uvicorn_config(self) -> uvicorn.Config:
         tls = self._config.server.tls

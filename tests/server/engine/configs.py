@@ -136,7 +136,10 @@ def engine_config(
             tls=None,
             cors=None,
             observability=ObservabilityConfig(
-                log_format="text", log_requests=False, metrics_compat="vllm"
+                log_format="text",
+                log_requests=False,
+                metrics_compat="vllm",
+                otlp_traces_endpoint=None,
             ),
         ),
         fault_injection=fault_injection,

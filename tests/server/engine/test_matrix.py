@@ -141,7 +141,7 @@ Truth = dict[int, list[tuple[list[int], list[float]]]]
 FAMILIES = [
     "qwen3_moe",
     "mixtral",
-    "qwen2_moe",
+    pytest.param("qwen2_moe", marks=pytest.mark.slow),
     pytest.param("deepseek_v3", marks=pytest.mark.slow),
 ]
 

@@ -42,7 +42,9 @@ SERVER = ServerConfig(
     request_timeout_s=None,
     tls=None,
     cors=None,
-    observability=ObservabilityConfig(log_format="text", log_requests=False, metrics_compat="vllm"),
+    observability=ObservabilityConfig(
+        log_format="text", log_requests=False, metrics_compat="vllm", otlp_traces_endpoint=None
+    ),
 )
 
 

@@ -18,6 +18,7 @@ import uvloop
 
 from moed.config.engine_config import EngineConfig
 from moed.server.api.state import AppState
+from moed.server.ended_requests import EndedRequest
 from moed.server.frontend import Frontend
 from moed.server.messages import AddRequest, FromFrontend, ToFrontend, TokenOutput
 from tests.server.http.fake_engine import FakeEngine
@@ -64,6 +65,11 @@ class Served:
         if self._ready:
             self.make_ready()
         return self
+
+    @property
+    def request_listeners(self) -> list[Callable[[EndedRequest], None]]:
+        """Called in the front end's thread with each request that has ended."""
+        return self._frontend._engine.on_request_end
 
     def make_ready(self) -> None:
         for engine in self.engines:

@@ -29,7 +29,9 @@ AT_REST = Totals(0, 0, 100, 50, 40, 10, 0.0)
 
 @pytest.fixture(scope="module")
 def telling(checkpoint: pathlib.Path) -> Iterator[Served]:
-    told = ObservabilityConfig(log_format="text", log_requests=True, metrics_compat="none")
+    told = ObservabilityConfig(
+        log_format="text", log_requests=True, metrics_compat="none", otlp_traces_endpoint=None
+    )
     with Served(frontend_config(checkpoint, observability=told)) as served:
         yield served
 

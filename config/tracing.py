@@ -1,0 +1,31 @@
+"""Checks of where spans go, before anything starts."""
+
+from importlib.util import find_spec
+
+from moed.config.errors import ConfigError
+
+PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+def traces_endpoint(given: str | None) -> str | None:
+    """`given`, if spans can go there. Raises `ConfigError`."""
+    if given is None:
+        return None
+    if not given.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"otlp_traces_endpoint is {given!r}: it takes OTLP over HTTP, an address such as "
+            "http://collector:4318/v1/traces"
+        )
+    if missing := [name for name in PACKAGES if not _is_installed(name)]:
+        raise ConfigError(
+            f"otlp_traces_endpoint is set, and {missing[0]} is not installed: "
+            "pip install 'moed[otel]', or leave it unset"
+        )
+    return given
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
