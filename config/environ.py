@@ -92,3 +92,8 @@ def _cpu_quota_v2() -> tuple[str, str]:
 def _cpu_quota_v1() -> tuple[str, str]:
     folder = CGROUP / "cpu"
     return (folder / "cpu.cfs_quota_us").read_text(), (folder / "cpu.cfs_period_us").read_text()
+
+
+def openai_api_key() -> str | None:
+    """The key that OpenAI's own clients send; None where it is unset or empty."""
+    return os.environ.get("OPENAI_API_KEY") or None

@@ -3,14 +3,13 @@
 import argparse
 import asyncio
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import httpx
 
-from moed.config.environ import client_api_key
+from moed.config.environ import client_api_key, openai_api_key
 from moed.config.errors import ConfigError, UsageError
 from moed.server.bench.client import Seen, Target, run_load
 from moed.server.bench.report import HEADER, check_plotting, figures, plot, row_text
@@ -108,7 +107,7 @@ def bench(words: Sequence[str]) -> int:
     url = given.url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"moed bench: URL is {given.url!r}; it begins with http:// or https://")
-    key = client_api_key() or os.environ.get("OPENAI_API_KEY")
+    key = client_api_key() or openai_api_key()
     target = Target(url, given.model, key, given.timeout, given.temperature)
     vocab_size = given.vocab or _vocab_size(target)
     workload = Workload(

@@ -8,10 +8,8 @@ system forgets the files before each, so that both wait for the disk as a first 
 --warm they stay in its cache. Prints both medians, their ratio, and the growth of anonymous memory
 against what the rank keeps.
 
-Read the ratio: 1.0 is the speed of reading alone. With --warm both are bound by memory and by page
-faults, and take under a second, so that other work on the machine shows at once. From the disk,
-loading reads through the mapped files at the system's own read-ahead, in the order of the layers,
-while reading goes in the order of the files.
+Read the ratio: 1.0 is the speed of reading alone. Both depend on memory and page faults, or on the
+disk, so other work on the machine shows at once: compare within one run, of several rounds.
 """
 
 import argparse
