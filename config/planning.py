@@ -28,6 +28,7 @@ DROPPED_FIRST = (
     ("admin_api_key_file",),
     ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
     ("allowed_origins", "allow_credentials"),
+    ("otlp_traces_endpoint",),
     ("max_num_seqs",),
     ("enable_chunked_prefill",),
     ("max_model_len",),

@@ -1,6 +1,7 @@
 """Checks of where spans go, before anything starts."""
 
 from importlib.util import find_spec
+from urllib.parse import urlsplit
 
 from moed.config.errors import ConfigError
 
@@ -15,6 +16,11 @@ def traces_endpoint(given: str | None) -> str | None:
         raise ConfigError(
             f"otlp_traces_endpoint is {given!r}: it takes OTLP over HTTP, an address such as "
             "http://collector:4318/v1/traces"
+        )
+    if "@" in urlsplit(given).netloc:
+        raise ConfigError(
+            "otlp_traces_endpoint holds a name or a password, which would show where settings are "
+            "shown: leave them out, and set OTEL_EXPORTER_OTLP_HEADERS"
         )
     if missing := [name for name in PACKAGES if not _is_installed(name)]:
         raise ConfigError(

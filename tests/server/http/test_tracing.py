@@ -114,6 +114,9 @@ def test_what_cannot_be_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch)
     assert checks.traces_endpoint(None) is None
     with pytest.raises(ConfigError, match="http://collector"):
         checks.traces_endpoint("collector:4317")
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as refused:
+        checks.traces_endpoint("https://user:secret@collector/v1/traces")
+    assert "secret" not in str(refused.value)
     monkeypatch.setattr(checks, "PACKAGES", ("no_such_package.sdk",))
     with pytest.raises(ConfigError, match=r"pip install 'moed\[otel\]'"):
         checks.traces_endpoint("http://127.0.0.1:9")
