@@ -4,6 +4,7 @@ from moed.config.engine_config import ModelConfig
 from moed.config.errors import ConfigError
 from moed.config.machine import Machine
 from moed.config.weight_bytes import latent_attention
+from moed.config.windows import window_layers
 
 AUTO, FLASHINFER, SDPA = "auto", "flashinfer", "sdpa"
 BACKENDS = (AUTO, FLASHINFER, SDPA)
@@ -13,8 +14,6 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 # Model types whose softmax has a learned score more for each head.
 WITH_SINKS = frozenset({"gpt_oss"})
-# Those with windows that do not slide.
-WITH_ALIGNED_WINDOWS = frozenset({"llama4_text"})
 
 SINK_MASK_NUMBERS = 2**26
 """Of one mask for the query heads of a KV head, where each head has scores of its own in it."""
@@ -57,7 +56,8 @@ def _obstacle(device: str, model: ModelConfig, machine: Machine) -> str | None:
         return f"{model.model} has latent attention (MLA), which torch computes here"
     if model.model_type in WITH_SINKS:
         return f"{model.model} has attention sinks, which torch computes here"
-    if model.model_type in WITH_ALIGNED_WINDOWS:
+    windows = window_layers(model)
+    if windows is not None and windows.window.is_aligned:
         return f"{model.model} has windows side by side, which torch computes here"
     if model.dtype not in DTYPES:
         return f"it computes in {' or '.join(DTYPES)}, and dtype is {model.dtype}"

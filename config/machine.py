@@ -55,7 +55,15 @@ def this_machine(device: str) -> Machine:
 
 def installed_packages() -> frozenset[str]:
     """Found, not imported: whether they work shows at the start."""
-    return frozenset(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name))
+    return frozenset(filter(is_installed, OPTIONAL_PACKAGES))
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package, which may lie in another (`a.b`), can be found."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _gpus() -> tuple[int | None, int | None]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from moed.config import names
 from moed.config.errors import ConfigError
 from moed.config.settings import ServeSettings
 
@@ -90,7 +91,8 @@ def tls_config(settings: ServeSettings) -> TlsConfig | None:
     if key is None or certificate is None:
         given, missing = ("ssl_certfile", "ssl_keyfile")[:: 1 if key is None else -1]
         raise ConfigError(
-            f"{given} is set and {missing} is not: TLS needs both; give {_flag(missing)} FILE"
+            f"{given} is set and {missing} is not: TLS needs both; give "
+            f"{names.settings()[missing].flag} FILE"
         )
     if settings.ssl_cert_reqs and settings.ssl_ca_certs is None:
         raise ConfigError(
@@ -112,12 +114,8 @@ def tls_config(settings: ServeSettings) -> TlsConfig | None:
 def _refuse_alone(name: str) -> NoReturn:
     raise ConfigError(
         f"{name} is set, and without ssl_keyfile and ssl_certfile there is no TLS; give both, or "
-        f"leave out {_flag(name)}"
+        f"leave out {names.settings()[name].flag}"
     )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _reason(error: ssl.SSLError) -> str:

@@ -1,9 +1,9 @@
 """Checks of where spans go, before anything starts."""
 
-from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from moed.config.errors import ConfigError
+from moed.config.machine import is_installed
 
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
@@ -22,16 +22,9 @@ def traces_endpoint(given: str | None) -> str | None:
             "otlp_traces_endpoint holds a name or a password, which would show where settings are "
             "shown: leave them out, and set OTEL_EXPORTER_OTLP_HEADERS"
         )
-    if missing := [name for name in PACKAGES if not _is_installed(name)]:
+    if missing := [name for name in PACKAGES if not is_installed(name)]:
         raise ConfigError(
             f"otlp_traces_endpoint is set, and {missing[0]} is not installed: "
             "pip install 'moed[otel]', or leave it unset"
         )
     return given
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False

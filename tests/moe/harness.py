@@ -10,11 +10,9 @@ import torch
 from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
-    ObservabilityConfig,
     ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
-    ServerConfig,
 )
 from moed.config.model import load_model_config
 from moed.dist.dp_metadata import DPMetadata
@@ -23,6 +21,7 @@ from moed.dist.registry import capabilities, create_backend
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import local_kv_heads, make_kv_cache
 from moed.moe.model import Decoder, load_model
+from tests.server_config import SERVER
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -77,29 +76,7 @@ def engine_config(
             enable_prefix_caching=True,
         ),
         runner=RunnerConfig(attention_backend="sdpa", cpu_kernels="auto", graph_buckets=()),
-        server=ServerConfig(
-            host="127.0.0.1",
-            port=0,
-            shutdown_timeout_s=1.0,
-            api_keys=(),
-            max_logprobs=20,
-            log_level="info",
-            access_log=False,
-            strict_params=False,
-            tool_call_parser="auto",
-            reasoning_parser="auto",
-            max_request_bytes=1_000_000,
-            admin_api_keys=(),
-            request_timeout_s=None,
-            tls=None,
-            cors=None,
-            observability=ObservabilityConfig(
-                log_format="text",
-                log_requests=False,
-                metrics_compat="vllm",
-                otlp_traces_endpoint=None,
-            ),
-        ),
+        server=SERVER,
     )
 
 

@@ -1,6 +1,7 @@
 """An `EngineConfig` for tests, with only the parts that a test cares about given."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moed.config.capabilities import ActivationFormat, BackendCapabilities
@@ -8,12 +9,11 @@ from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
-    ObservabilityConfig,
     ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
-    ServerConfig,
 )
+from tests.server_config import SERVER
 
 ANY_BACKEND = BackendCapabilities(
     name="local",
@@ -119,28 +119,6 @@ def engine_config(
         runner=RunnerConfig(
             attention_backend="sdpa", cpu_kernels="auto", graph_buckets=graph_buckets
         ),
-        server=ServerConfig(
-            host="127.0.0.1",
-            port=0,
-            shutdown_timeout_s=1.0,
-            api_keys=(),
-            max_logprobs=20,
-            log_level="info",
-            access_log=False,
-            strict_params=False,
-            tool_call_parser="auto",
-            reasoning_parser="auto",
-            max_request_bytes=1_000_000,
-            admin_api_keys=(),
-            request_timeout_s=None,
-            tls=None,
-            cors=None,
-            observability=ObservabilityConfig(
-                log_format="text",
-                log_requests=False,
-                metrics_compat="vllm",
-                otlp_traces_endpoint=None,
-            ),
-        ),
+        server=replace(SERVER, shutdown_timeout_s=1.0, log_level="info"),
         fault_injection=fault_injection,
     )

@@ -10,12 +10,11 @@ from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
-    ObservabilityConfig,
     ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
-    ServerConfig,
 )
+from tests.server_config import SERVER
 
 BACKEND = BackendCapabilities(
     name="all2allv",
@@ -25,26 +24,6 @@ BACKEND = BackendCapabilities(
     applies_router_weights=False,
     collectives_per_layer=4,
     graph_safe=False,
-)
-SERVER = ServerConfig(
-    host="127.0.0.1",
-    port=0,
-    shutdown_timeout_s=5.0,
-    api_keys=(),
-    max_logprobs=20,
-    log_level="warning",
-    access_log=False,
-    strict_params=False,
-    tool_call_parser="auto",
-    reasoning_parser="auto",
-    max_request_bytes=1_000_000,
-    admin_api_keys=(),
-    request_timeout_s=None,
-    tls=None,
-    cors=None,
-    observability=ObservabilityConfig(
-        log_format="text", log_requests=False, metrics_compat="vllm", otlp_traces_endpoint=None
-    ),
 )
 
 
