@@ -19,7 +19,7 @@ from moed.config.engine_config import EngineConfig
 from moed.config.graphs import MAX_GRAPH_KV_ROWS
 from moed.config.items import Item, total
 from moed.config.weight_bytes import BYTES_PER_NUMBER, latent_attention, local_kv_heads
-from moed.config.windows import window_layers
+from moed.config.windows import layers_with_own_blocks
 
 MASK_BOOLS = 2
 """A mask is made of as many comparisons, a byte for each number."""
@@ -73,8 +73,7 @@ def _masks(config: EngineConfig) -> Item:
     """Of all pieces of prompts in a step, for each kind of layer, and those that are being made."""
     model, size = config.model, BYTES_PER_NUMBER[config.model.dtype]
     tokens, longest = config.scheduler.max_num_batched_tokens, _longest(config)
-    windows = window_layers(model)
-    kinds = 2 if windows is not None and windows.are_some else 1
+    kinds = 1 if layers_with_own_blocks(model) is None else 2
     num_bytes = tokens * longest * (kinds * size + MASK_BOOLS)
     text = f"{tokens} tokens x {longest} x ({kinds * size} + {MASK_BOOLS}) B"
     if model.model_type in WITH_SINKS:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moed.config.engine_config import EngineConfig
 from moed.config.weight_bytes import BYTES_PER_NUMBER, latent_attention, local_kv_heads
-from moed.config.windows import window_layers
+from moed.config.windows import layers_with_own_blocks
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def kv_layout(config: EngineConfig) -> KVLayout:
     heads, dim = local_kv_heads(config), model.head_dim
     row = 2 * heads * dim * size
     text = f"{layers} layers x 2 x {heads} KV heads x {dim} x {size} B"
-    windows = window_layers(model)
-    if windows is None or not windows.are_some:
+    windows = layers_with_own_blocks(model)
+    if windows is None:
         return KVLayout(block_size, layers * row * block_size, 0, 0, text)
     num_windows, size_seen = sum(windows.has_window), windows.window.size
     text += f"; {num_windows} of the layers keep no more than {size_seen} tokens of a request"

@@ -69,6 +69,12 @@ def window_layers(model: ModelConfig) -> WindowLayers | None:
     return WindowLayers(window, tuple(own))
 
 
+def layers_with_own_blocks(model: ModelConfig) -> WindowLayers | None:
+    """Where only some layers have a window, those hold KV blocks of their own; None elsewhere."""
+    windows = window_layers(model)
+    return windows if windows is not None and windows.are_some else None
+
+
 def rotary_layers(model: ModelConfig) -> list[bool]:
     """By layer of a Llama 4: whether queries and keys are rotated."""
     config = model.hf_config

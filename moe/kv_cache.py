@@ -8,7 +8,7 @@ import torch
 
 from moed.config.engine_config import ModelConfig
 from moed.config.weight_bytes import latent_attention
-from moed.config.windows import window_layers
+from moed.config.windows import layers_with_own_blocks
 
 
 def local_kv_heads(model: ModelConfig, tensor_parallel_size: int) -> int:
@@ -32,8 +32,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        windows, numbers = window_layers(model), [num_blocks] * model.num_layers
-        if windows is not None and windows.are_some:
+        windows, numbers = layers_with_own_blocks(model), [num_blocks] * model.num_layers
+        if windows is not None:
             numbers = [num_window_blocks if own else num_blocks for own in windows.has_window]
         shapes = [(number, block_size, num_kv_heads, model.head_dim) for number in numbers]
         self.keys = [_zeros(shape, dtype, device) for shape in shapes]

@@ -10,7 +10,7 @@ from moed.config.errors import ModelError
 from moed.config.graphs import graph_shapes
 from moed.config.kv_layout import kv_layout
 from moed.config.weight_bytes import weight_bytes
-from moed.config.windows import window_layers
+from moed.config.windows import layers_with_own_blocks
 from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
@@ -179,8 +179,8 @@ class Engine:
             dtype,
             self._device,
         )
-        windows, window_blocks = window_layers(config.model), None
-        if windows is not None and windows.are_some:
+        windows, window_blocks = layers_with_own_blocks(config.model), None
+        if windows is not None:
             window_blocks = WindowBlocks(num_window_blocks, windows.window, block_size)
         shares = self._config.cache.enable_prefix_caching
         manager = BlockManager(
