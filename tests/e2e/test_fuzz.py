@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moed.config.model import BUNDLED_NAME
 from tests.daemon import Daemon
-from tests.server.http.anything import places
+from tests.server.http.anything import places, same_every_time
 from tests.server.http.test_completion_fuzz import PATHS, place_anything
 
 # A fuzzed body may ask for all of the context: leaving ends it.
@@ -24,13 +24,7 @@ def fuzz(daemon: Daemon, path: str, num_examples: int) -> None:
     everywhere = list(places(body))
     headers = {"Content-Type": "application/json"}
 
-    @settings(
-        max_examples=num_examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @same_every_time(num_examples)
     @given(data=st.data())
     def one(data: st.DataObject) -> None:
         content = json.dumps(place_anything(body, everywhere, data))

@@ -4,7 +4,21 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
+
+def same_every_time(num_examples: int, **more: Any) -> settings:
+    """For examples that are requests: as slow as a server may be, and drawn alike in every run."""
+    return settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        **more,
+    )
+
 
 LEAVES = st.one_of(
     st.none(),

@@ -1,6 +1,7 @@
 """A real front end on a loopback port, in a thread, with fake engines and a launcher's pipe."""
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import socket
@@ -65,6 +66,24 @@ class Served:
         if self._ready:
             self.make_ready()
         return self
+
+    @contextlib.contextmanager
+    def seen_by_template(self) -> Iterator[dict[str, Any]]:
+        """What the chat template is given while the context is open: messages, tools, options."""
+        seen: dict[str, Any] = {}
+        template = self.state.tools.chat_template
+        assert template is not None
+        render = template.render
+
+        def spy(messages: Any, tools: Any, **options: Any) -> str:
+            seen.update(messages=messages, tools=tools, **options)
+            return render(messages, tools, **options)
+
+        template.render = spy  # type: ignore[method-assign]
+        try:
+            yield seen
+        finally:
+            del template.render
 
     @property
     def request_listeners(self) -> list[Callable[[EndedRequest], None]]:

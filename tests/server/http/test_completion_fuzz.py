@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.http.anything import WILD_VALUES, nested, places, replaced
+from tests.server.http.anything import WILD_VALUES, nested, places, replaced, same_every_time
 from tests.server.http.served import Served
 from tests.server.http.test_daemon_routes import samples
 
@@ -104,13 +104,7 @@ def fuzz(served: Served, path: str, num_examples: int) -> None:
     body = PATHS[path]
     everywhere = list(places(body))
 
-    @settings(
-        max_examples=num_examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @same_every_time(num_examples)
     @given(data=st.data())
     def one(data: st.DataObject) -> None:
         fuzzed = body

@@ -144,15 +144,6 @@ def test_events_come_in_order(hermes: Served) -> None:
 
 
 def test_history_reaches_the_template_as_a_chat(hermes: Served) -> None:
-    seen: dict[str, Any] = {}
-    template = hermes.state.tools.chat_template
-    assert template is not None
-    render = template.render
-
-    def spy(messages: Any, tools: Any, **options: Any) -> str:
-        seen.update(messages=messages, tools=tools, **options)
-        return render(messages, tools, **options)
-
     history: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {
@@ -178,12 +169,9 @@ def test_history_reaches_the_template_as_a_chat(hermes: Served) -> None:
         },
     ]
     says(hermes, "ok")
-    template.render = spy  # type: ignore[method-assign]
-    try:
+    with hermes.seen_by_template() as seen:
         body = {"messages": history, "tools": TOOLS, "thinking": {"type": "disabled"}}
         assert ask(hermes, **body).status_code == 200
-    finally:
-        del template.render
     function = {"name": "get_weather", "arguments": {"city": "P"}}
     assert seen["messages"] == [
         {"role": "user", "content": "a\nb"},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import schemathesis
 from fastapi.routing import APIRoute
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from moed.server.api.app import create_app
 from moed.server.api.openapi import STREAMED
+from tests.server.http.anything import same_every_time
 from tests.server.http.served import Served
 
 CHECKS: list[Callable[..., Any]] = [
@@ -38,14 +39,7 @@ def schema(shared: Served) -> Any:
 
 def try_all(schema: Any, mode: GenerationMode, num_examples: int) -> None:
     """`num_examples` requests to each operation. Raises schemathesis' `FailureGroup`."""
-    limits = settings(
-        max_examples=num_examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    limits = same_every_time(num_examples, phases=[Phase.generate])
     for result in schema.get_all_operations():
         operation = result.ok()
         if mode is GenerationMode.NEGATIVE and not operation.body:

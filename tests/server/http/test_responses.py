@@ -189,15 +189,6 @@ def test_only_what_was_being_written_is_incomplete(hermes: Served) -> None:
 
 
 def test_history_reaches_the_template_as_a_chat(hermes: Served) -> None:
-    seen: dict[str, Any] = {}
-    template = hermes.state.tools.chat_template
-    assert template is not None
-    render = template.render
-
-    def spy(messages: Any, tools: Any, **options: Any) -> str:
-        seen.update(messages=messages, tools=tools, **options)
-        return render(messages, tools, **options)
-
     call = {"type": "function_call", "name": "get_weather", "arguments": '{"city": "P"}'}
     items: list[Any] = [
         {"role": "developer", "content": "be"},
@@ -221,12 +212,9 @@ def test_history_reaches_the_template_as_a_chat(hermes: Served) -> None:
         {"role": "user", "content": "b"},
     ]
     says(hermes, "ok")
-    template.render = spy  # type: ignore[method-assign]
-    try:
+    with hermes.seen_by_template() as seen:
         body = {"input": items, "tools": TOOLS, "reasoning": {"effort": "high"}}
         assert hermes.post(PATH, body).status_code == 200
-    finally:
-        del template.render
     function = {"name": "get_weather", "arguments": {"city": "P"}}
     assert seen["messages"] == [
         {"role": "developer", "content": "be"},
