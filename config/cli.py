@@ -1,4 +1,4 @@
-"""The command line: `moed serve`, `plan`, `place`, `bench`, `models`, `config show`, `version`, …
+"""The command line: `moed serve`, `plan`, `doctor`, `place`, `bench`, `models`, `config show`, …
 
 Written out rather than left to a library: it starts in a few milliseconds, takes flags as vLLM
 users type them, and can say exactly what is wrong.
@@ -16,7 +16,12 @@ from moed.config.names import did_you_mean, setting_of_flag
 from moed.config.plan_settings import PlanSettings, plan_flags, take_plan_settings
 from moed.config.settings import ServeSettings
 
-COMMANDS = ("serve", "plan", "place", "bench", "models", "config show", "version")
+COMMANDS = (
+    *("serve", "plan", "doctor", "place", "bench", "healthcheck", "models", "config show"),
+    "version",
+)
+# These read the words that follow by themselves.
+OWN_WORDS = ("place", "bench", "healthcheck")
 
 _NUMBER = re.compile(r"-\d")
 
@@ -36,7 +41,7 @@ class Command:
     plan: PlanSettings | None = None
     """For `plan`: the settings that it alone has."""
     words: Sequence[str] = ()
-    """For `place` and `bench`: what follows, which they read themselves."""
+    """For `OWN_WORDS`: what follows."""
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -47,7 +52,7 @@ def parse(argv: Sequence[str]) -> Command:
     words = list(argv)
     if not words or words[0] == "help":
         return Command("help", text=help_text(everything=False))
-    if words[0] in ("place", "bench"):
+    if words[0] in OWN_WORDS:
         return Command(words[0], words=words[1:])
     for word in words:
         if word in ("-h", "--help", "--help=all"):

@@ -12,8 +12,10 @@ moed serves Mixture-of-Experts models over many ranks, behind one OpenAI-compati
   moed serve Qwen/Qwen3-30B-A3B -dp 8       a model from the Hugging Face Hub
   moed plan MODEL -dp 8 [flags of serve]    memory of each rank and all that would be refused; a
                                             config.json is enough, without GPU or weights
+  moed doctor [flags of serve]              what on this machine would break a launch, and its fix
   moed place http://HOST:PORT --copies 8    place experts by the load that a daemon has counted
   moed bench http://HOST:PORT               load on any OpenAI-compatible server
+  moed healthcheck                          exit code 0 where the local daemon is ready, else 1
   moed config show [flags of serve]         every resolved value, and where it came from
   moed models                               the model families that are served
   moed version

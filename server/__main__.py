@@ -64,6 +64,10 @@ def run(command: Command) -> int:
             from moed.server.bench.command import bench
 
             return bench(command.words)
+        case "healthcheck":
+            from moed.server.healthcheck import healthcheck
+
+            return healthcheck(command.words)
         case "serve":
             return _serve(command)
     return 0
