@@ -241,6 +241,8 @@ class ServerConfig:
     port: int
     shutdown_timeout_s: float
     """How long SIGTERM lets open requests finish."""
+    drain_delay_s: float
+    """Of that time, how long new requests are still served while readiness is red already."""
     api_keys: tuple[str, ...] = field(repr=False)
     max_logprobs: int
     log_level: str

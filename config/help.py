@@ -1,5 +1,6 @@
 """The text of `moed --help`, generated from the settings."""
 
+from moed.config.errors import EXIT_CODES
 from moed.config.names import settings
 from moed.config.options import Setting, settings_of
 from moed.config.plan_settings import PLAN, PlanSettings
@@ -28,6 +29,9 @@ Each flag has a twin in the environment (--max-num-seqs: MOED_MAX_NUM_SEQS) and 
 (max_num_seqs). Flags win over the environment, that over the file, that over the defaults.
 Sizes: 8k is 8000, 8K is 8192; 4GiB, 512MiB. Switches: --name, --no-name.
 """
+EXIT_CODE_LINES = "\nExit codes\n" + "".join(
+    f"  {codes:<10}{meaning}\n" for codes, meaning in EXIT_CODES.items()
+)
 MORE = "moed --help=all shows all {count} flags.\n"
 
 FLAG_WIDTH = 34
@@ -43,7 +47,7 @@ def help_text(everything: bool) -> str:
             parts.append(f"\n{group}\n" + "".join(lines))
     own = settings_of(PlanSettings).values()
     parts.append(f"\n{PLAN}\n" + "".join(_entry(setting) for setting in own))
-    parts.append(FOOTER)
+    parts.extend((FOOTER, EXIT_CODE_LINES))
     if not everything:
         parts.append(MORE.format(count=num_flags()))
     return "".join(parts)

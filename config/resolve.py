@@ -272,10 +272,16 @@ def _cache(settings: ServeSettings) -> CacheConfig:
 
 
 def _server(settings: ServeSettings) -> ServerConfig:
+    if settings.drain_delay and settings.drain_delay >= settings.shutdown_timeout:
+        raise ConfigError(
+            f"drain_delay is {settings.drain_delay:g} s, of the {settings.shutdown_timeout:g} s in "
+            "shutdown_timeout: it must be shorter, so that requests can finish after it"
+        )
     return ServerConfig(
         host=settings.host,
         port=settings.port,
         shutdown_timeout_s=settings.shutdown_timeout,
+        drain_delay_s=settings.drain_delay,
         api_keys=all_keys(settings.api_keys, settings.api_key_file),
         max_logprobs=settings.max_logprobs,
         log_level=settings.log_level,

@@ -404,4 +404,12 @@ class ServeSettings:
         unit="seconds",
         minimum=0,
     )
+    drain_delay: float = option(
+        0.0,
+        "of that time, how long new requests are still served while /readyz is red already: as "
+        "long as a load balancer takes to see it",
+        group=PROCESSES,
+        unit="seconds",
+        minimum=0,
+    )
     fault_injection: str | None = option(None, "faults on demand", group=PROCESSES, hidden=True)

@@ -6,6 +6,7 @@ SERVER = ServerConfig(
     host="127.0.0.1",
     port=0,
     shutdown_timeout_s=5.0,
+    drain_delay_s=0.0,
     api_keys=(),
     max_logprobs=20,
     log_level="warning",
