@@ -87,7 +87,9 @@ class Case:
         library = native.library()
         assert library is not None
         num_tokens, heads, dim = self.query.shape
-        rows, positions, row = [], [], 0
+        rows: list[tuple[int, int, int]] = []
+        positions: list[int] = []
+        row = 0
         for request, (count, context) in enumerate(self.pieces):
             rows.append((row, count, request))
             positions += range(context - count, context)
