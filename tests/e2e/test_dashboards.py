@@ -67,11 +67,12 @@ def faults(query: str, shown: Labels) -> list[str]:
     tree = list(nodes(promql_parser.parse(query)))
     for node in tree:
         if isinstance(node, promql_parser.VectorSelector):
-            labels = shown.get(node.name, set()) | PUT_ON
-            if node.name not in shown and node.name != UP:
-                found.append(node.name)
+            name = node.name or ""
+            labels = shown.get(name, set()) | PUT_ON
+            if name not in shown and name != UP:
+                found.append(name)
             matched = {matcher.name for matcher in node.matchers.matchers}
-            found += sorted(f"{node.name}.{name}" for name in matched - labels)
+            found += sorted(f"{name}.{label}" for label in matched - labels)
             known |= labels
     for node in tree:
         if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
@@ -101,7 +102,7 @@ def test_counters_are_taken_as_rates_and_gauges_are_not() -> None:
                 (selector,) = (
                     each for each in nodes(node) if isinstance(each, promql_parser.VectorSelector)
                 )
-                assert re.search(r"_(total|bucket|sum|count)$", selector.name), query
+                assert re.search(r"_(total|bucket|sum|count)$", selector.name or ""), query
 
 
 def test_labels_in_texts_are_those_of_the_query() -> None:
@@ -110,7 +111,7 @@ def test_labels_in_texts_are_those_of_the_query() -> None:
         kept = {
             label
             for node in nodes(promql_parser.parse(rule["expr"]))
-            if isinstance(node, promql_parser.AggregateExpr)
+            if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None
             for label in node.modifier.labels
         }
         assert told <= (kept or PUT_ON), rule["alert"]
