@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moed.config.doctor_settings import DoctorSettings
 from moed.config.environ import environment
 from moed.config.errors import UsageError
 from moed.config.help import help_text
 from moed.config.names import did_you_mean, setting_of_flag
-from moed.config.plan_settings import PlanSettings, plan_flags, take_plan_settings
+from moed.config.plan_settings import PlanSettings, plan_flags, take_settings
 from moed.config.settings import ServeSettings
 
 COMMANDS = (
@@ -33,13 +34,15 @@ class Command:
     name: str
     """One of `COMMANDS`, or "help"."""
     settings: ServeSettings | None = None
-    """For `serve`, `plan` and `config show`."""
+    """For `serve`, `plan`, `doctor` and `config show`."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each given setting came from; absent: its default."""
     text: str = ""
     """For "help": what to print."""
     plan: PlanSettings | None = None
     """For `plan`: the settings that it alone has."""
+    doctor: DoctorSettings | None = None
+    """As `plan`, for `doctor`."""
     words: Sequence[str] = ()
     """For `OWN_WORDS`: what follows."""
 
@@ -70,8 +73,11 @@ def parse(argv: Sequence[str]) -> Command:
     if words[0] == "serve":
         return _with_settings("serve", words[1:])
     if words[0] == "plan":
-        plan, rest = take_plan_settings(words[1:])
+        plan, rest = take_settings(PlanSettings, words[1:])
         return replace(_with_settings("plan", rest), plan=plan)
+    if words[0] == "doctor":
+        doctor, rest = take_settings(DoctorSettings, words[1:])
+        return replace(_with_settings("doctor", rest), doctor=doctor)
     if words[:2] == ["config", "show"]:
         return _with_settings("config show", words[2:])
     if words[0] == "config":

@@ -1,5 +1,6 @@
 """The text of `moed --help`, generated from the settings."""
 
+from moed.config.doctor_settings import DOCTOR, DoctorSettings
 from moed.config.errors import EXIT_CODES
 from moed.config.names import settings
 from moed.config.options import Setting, settings_of
@@ -45,8 +46,9 @@ def help_text(everything: bool) -> str:
         lines = [_entry(setting) for setting in shown if setting.option.group == group]
         if lines:
             parts.append(f"\n{group}\n" + "".join(lines))
-    own = settings_of(PlanSettings).values()
-    parts.append(f"\n{PLAN}\n" + "".join(_entry(setting) for setting in own))
+    for group, owner in ((PLAN, PlanSettings), (DOCTOR, DoctorSettings)):
+        own = settings_of(owner).values()
+        parts.append(f"\n{group}\n" + "".join(_entry(setting) for setting in own))
     parts.extend((FOOTER, EXIT_CODE_LINES))
     if not everything:
         parts.append(MORE.format(count=num_flags()))
@@ -80,7 +82,7 @@ def _form(setting: Setting) -> str:
     if setting.name == "model":
         return "MODEL, --model MODEL"
     if setting.is_switch:
-        return setting.flag if option.group == PLAN else f"--[no-]{setting.flag[2:]}"
+        return setting.flag if option.group in (PLAN, DOCTOR) else f"--[no-]{setting.flag[2:]}"
     short = f"{option.short}, " if option.short else ""
     if option.choices and option.metavar is None:
         value = "|".join(option.choices)

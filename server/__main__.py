@@ -65,6 +65,11 @@ def run(command: Command) -> int:
             from moed.server.bench.command import bench
 
             return bench(command.words)
+        case "doctor":
+            from moed.server.doctor.command import doctor
+
+            assert command.settings is not None and command.doctor is not None
+            return doctor(command.settings, command.doctor)
         case "healthcheck":
             from moed.server.healthcheck import healthcheck
 
