@@ -1,105 +1,16 @@
-"""Servers are replaced one after another behind clients that follow readiness: nothing is lost.
+"""Servers are replaced one after another behind clients that follow readiness: nothing is lost."""
 
-The clients never try a request again, and ask readiness only every `PROBE_S`: a server that
-refused at once what it is still sent would show here.
-"""
-
-import itertools
 import pathlib
 import threading
 import time
 from typing import Any
 
-import httpx
-
 from moed.server.messages import Drain, Drained, StopNow
+from tests.rolling import BODY, DELAY_S, Balancer, Client
 from tests.server.http.configs import frontend_config
 from tests.server.http.served import Served
 
-PROBE_S = 0.15
-# Longer than a probe's interval and the answer to it.
-DELAY_S = 0.6
 NUM_CLIENTS = 6
-BODY = {"prompt": "a", "max_tokens": 12, "ignore_eos": True}
-
-
-class Balancer:
-    """Round robin over the servers that were ready when last asked."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._turn = itertools.count()
-        self._ready: list[str] = []
-        self._stopping = threading.Event()
-        self.servers: list[Served] = []
-        self._thread = threading.Thread(target=self._probe, daemon=True)
-
-    def _probe(self) -> None:
-        with httpx.Client(timeout=5) as http:
-            while not self._stopping.wait(PROBE_S):
-                ready = []
-                for server in list(self.servers):
-                    try:
-                        if http.get(f"{server.url}/readyz").status_code == 200:
-                            ready.append(server.url)
-                    except httpx.TransportError:
-                        pass
-                with self._lock:
-                    self._ready = ready
-
-    def choose(self) -> str:
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            with self._lock:
-                if self._ready:
-                    return self._ready[next(self._turn) % len(self._ready)]
-            time.sleep(0.01)
-        raise AssertionError("no server is ready")
-
-    @property
-    def ready(self) -> list[str]:
-        with self._lock:
-            return list(self._ready)
-
-    def __enter__(self) -> "Balancer":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stopping.set()
-        self._thread.join(10)
-
-
-class Client:
-    """One request after another, on connections that are kept, until told to stop."""
-
-    def __init__(self, balancer: Balancer, stop: threading.Event) -> None:
-        self.answers: dict[str, int] = {}
-        self.faults: list[Any] = []
-        self._balancer, self._stop = balancer, stop
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        with httpx.Client(timeout=20) as http:
-            while not self._stop.is_set():
-                url = self._balancer.choose()
-                try:
-                    answer = http.post(f"{url}/v1/completions", json=BODY)
-                    if answer.status_code != 200:
-                        self.faults.append((url, answer.status_code, answer.text))
-                        continue
-                    assert answer.json()["usage"]["completion_tokens"] == BODY["max_tokens"]
-                    self.answers[url] = self.answers.get(url, 0) + 1
-                except Exception as error:
-                    self.faults.append((url, repr(error)))
-
-
-def wait(condition: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_no_request_is_lost_while_every_server_is_replaced(checkpoint: pathlib.Path) -> None:
@@ -114,8 +25,8 @@ def test_no_request_is_lost_while_every_server_is_replaced(checkpoint: pathlib.P
     stop, started = threading.Event(), [server(), server()]
     try:
         with Balancer() as balancer:
-            balancer.servers = list(started)
-            wait(lambda: len(balancer.ready) == 2)
+            balancer.urls = [each.url for each in started]
+            balancer.wait_ready()
             clients = [Client(balancer, stop) for _ in range(NUM_CLIENTS)]
             for old in started[:2]:
                 time.sleep(0.3)
@@ -126,8 +37,8 @@ def test_no_request_is_lost_while_every_server_is_replaced(checkpoint: pathlib.P
                 assert old.hear(10) == Drained(num_unfinished=0)
                 old.tell(StopNow())
                 old.wait_stopped()
-                balancer.servers = [s for s in balancer.servers if s is not old] + [new]
-                wait(lambda new=new: new.url in balancer.ready)
+                balancer.urls = [url for url in balancer.urls if url != old.url] + [new.url]
+                balancer.wait_ready()
             time.sleep(0.3)
             stop.set()
             for client in clients:
