@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -119,21 +120,34 @@ class Submission:
 
     def __init__(self, client: "EngineClient", num_choices: int, origin: Origin) -> None:
         self._client = client
-        self._outputs: asyncio.Queue[tuple[int, TokenOutput] | GenerationFailed] = asyncio.Queue()
+        self._outputs: deque[tuple[int, TokenOutput]] = deque()
+        self._failure: GenerationFailed | None = None
+        self._has_news = asyncio.Event()
         self.open: dict[int, OpenChoice] = {}
         self.ended: list[EndedChoice] = []
         self.origin = origin
         self.num_choices = num_choices
 
-    def put(self, item: tuple[int, TokenOutput] | GenerationFailed) -> None:
-        self._outputs.put_nowait(item)
+    def put(self, index: int, output: TokenOutput) -> None:
+        self._outputs.append((index, output))
+        self._has_news.set()
 
-    async def next(self) -> tuple[int, TokenOutput]:
-        """The next output of any choice, with the choice's index. Raises `GenerationFailed`."""
-        item = await self._outputs.get()
-        if isinstance(item, GenerationFailed):
-            raise item
-        return item
+    def fail(self, error: GenerationFailed) -> None:
+        """Raise `error` once all outputs before it are taken."""
+        self._failure = self._failure or error
+        self._has_news.set()
+
+    async def take(self, most: int) -> list[tuple[int, TokenOutput]]:
+        """The next outputs of any choices, each with its choice's index: all that are there, up to
+        `most`; waits for one where there is none. Raises `GenerationFailed`.
+        """
+        outputs = self._outputs
+        while not outputs:
+            if self._failure is not None:
+                raise self._failure
+            self._has_news.clear()
+            await self._has_news.wait()
+        return [outputs.popleft() for _ in range(min(most, len(outputs)))]
 
     def stop(self, index: int) -> None:
         """End one choice early: its text is complete."""
@@ -152,7 +166,7 @@ class Submission:
                 token_ids=[],
                 finish_reason="abort",
             )
-            self.put((choice.index, ending))
+            self.put(choice.index, ending)
 
     def close(self) -> None:
         """Abort what is still open. Safe to call twice."""
@@ -230,7 +244,8 @@ class EngineClient:
     def _on_output(self, choice: OpenChoice, output: TokenOutput, now: float) -> None:
         if output.finish_reason == "error" or output.error is not None:
             self._end(choice, "error")
-            choice.submission.put(GenerationFailed(output.error or "the engine gave no reason"))
+            error = output.error or "the engine gave no reason"
+            choice.submission.fail(GenerationFailed(error))
             return
         fresh = drop_duplicates(output, choice.next_output_index)
         if fresh is None:
@@ -244,7 +259,8 @@ class EngineClient:
                 choice.next_output_index,
             )
             self.abort([choice], "error")
-            choice.submission.put(GenerationFailed("tokens were lost between engine and server"))
+            lost = GenerationFailed("tokens were lost between engine and server")
+            choice.submission.fail(lost)
             return
         if fresh.output_index == 0:
             choice.num_cached_tokens, choice.queue_s = fresh.num_cached_tokens, fresh.queue_s
@@ -252,7 +268,7 @@ class EngineClient:
             self._on_tokens(choice, len(fresh.token_ids), now)
         if fresh.finish_reason is not None:
             self._end(choice, fresh.finish_reason)
-        choice.submission.put((choice.index, fresh))
+        choice.submission.put(choice.index, fresh)
 
     def _on_tokens(self, choice: OpenChoice, num_tokens: int, now: float) -> None:
         choice.next_output_index += num_tokens
@@ -409,7 +425,7 @@ class EngineClient:
         submissions = {id(c.submission): c.submission for c in self._choices.values()}
         self.abort(list(self._choices.values()), "error")
         for submission in submissions.values():
-            submission.put(GenerationFailed(message))
+            submission.fail(GenerationFailed(message))
         return len(submissions)
 
     def lose_group(self, message: str) -> int:

@@ -123,6 +123,7 @@ class Metrics:
         yield up
         yield from self._waiting_by_reason()
         yield from self.steps.families()
+        yield from self.requests.families()
         yield from expert_families(self.expert_loads, self._model_name)
         yield from self._info_families()
 
