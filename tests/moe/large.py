@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moed.config.engine_config import EngineConfig
 from moed.config.weight_bytes import weight_bytes
 from moed.moe.shards import even_shard
 from tests.moe.harness import engine_config, load, one_rank
@@ -101,19 +102,31 @@ class Peak:
         self.most = max(self.most, anonymous_bytes())
 
 
-def loaded(folder: str, rank: int, num_ranks: int) -> tuple[int, int, int, float]:
+def loaded(folder: str, rank: int, num_ranks: int) -> tuple[int, int, int]:
     """What `rank` holds by the plan, what it grew by at most while it loaded, what was left of
-    that, and the seconds.
+    that.
     """
-    torch.set_num_threads(1)
-    config = engine_config(Path(folder), backend="all2allv", ranks=num_ranks, dtype="bfloat16")
+    config = config_of(folder, num_ranks)
     with Peak() as peak:
-        begin = time.perf_counter()
         decoder = load(config, one_rank(rank, num_ranks))
-        took = time.perf_counter() - begin
     own = sum(weight_bytes(config).values())
     assert decoder is not None
-    return own, peak.most - peak.before, anonymous_bytes() - peak.before, took
+    return own, peak.most - peak.before, anonymous_bytes() - peak.before
+
+
+def load_seconds(folder: str, rank: int, num_ranks: int) -> float:
+    """The time that loading takes when nobody looks at its memory meanwhile."""
+    config = config_of(folder, num_ranks)
+    begin = time.perf_counter()
+    decoder = load(config, one_rank(rank, num_ranks))
+    took = time.perf_counter() - begin
+    assert decoder is not None
+    return took
+
+
+def config_of(folder: str, num_ranks: int) -> EngineConfig:
+    torch.set_num_threads(1)
+    return engine_config(Path(folder), backend="all2allv", ranks=num_ranks, dtype="bfloat16")
 
 
 def read(folder: str, rank: int, num_ranks: int) -> tuple[int, float]:
