@@ -24,8 +24,10 @@ from moed.server.messages import (
     ExpertLoad,
     ForgetPrefixes,
     FromEngine,
+    PauseRequests,
     RankProgress,
     RankReady,
+    ResumeRequests,
     SamplingParams,
     Shutdown,
     StepDurations,
@@ -38,6 +40,11 @@ from moed.server.metrics import Metrics
 from moed.server.prefix import extend_keys
 
 logger = logging.getLogger(__name__)
+
+# Of one HTTP request whose client reads more slowly than its choices grow: they pause at the first
+# number, a little after it, and go on at the second.
+MAX_UNREAD_OUTPUTS = 1024
+RESUME_UNREAD_OUTPUTS = 256
 
 
 class Channel(Protocol):
@@ -123,6 +130,7 @@ class Submission:
         self._outputs: deque[tuple[int, TokenOutput]] = deque()
         self._failure: GenerationFailed | None = None
         self._has_news = asyncio.Event()
+        self._is_paused = False
         self.open: dict[int, OpenChoice] = {}
         self.ended: list[EndedChoice] = []
         self.origin = origin
@@ -131,6 +139,9 @@ class Submission:
     def put(self, index: int, output: TokenOutput) -> None:
         self._outputs.append((index, output))
         self._has_news.set()
+        if len(self._outputs) >= MAX_UNREAD_OUTPUTS and not self._is_paused and self.open:
+            self._is_paused = True
+            self._client.pause(self)
 
     def fail(self, error: GenerationFailed) -> None:
         """Raise `error` once all outputs before it are taken."""
@@ -147,7 +158,11 @@ class Submission:
                 raise self._failure
             self._has_news.clear()
             await self._has_news.wait()
-        return [outputs.popleft() for _ in range(min(most, len(outputs)))]
+        taken = [outputs.popleft() for _ in range(min(most, len(outputs)))]
+        if self._is_paused and len(outputs) <= RESUME_UNREAD_OUTPUTS:
+            self._is_paused = False
+            self._client.resume(self)
+        return taken
 
     def stop(self, index: int) -> None:
         """End one choice early: its text is complete."""
@@ -402,6 +417,25 @@ class EngineClient:
             return
         for rank, request_ids in by_rank.items():
             self._send(rank, AbortRequests(request_ids))
+        self._wake()
+
+    def pause(self, submission: Submission) -> None:
+        """Compute no more of its choices: their places are for others until `resume`."""
+        self._tell_ranks(submission, PauseRequests)
+
+    def resume(self, submission: Submission) -> None:
+        self._tell_ranks(submission, ResumeRequests)
+
+    def _tell_ranks(
+        self, submission: Submission, kind: type[PauseRequests] | type[ResumeRequests]
+    ) -> None:
+        if self._is_stopped or not submission.open:
+            return
+        by_rank: dict[int, list[str]] = {}
+        for choice in submission.open.values():
+            by_rank.setdefault(choice.rank, []).append(choice.request_id)
+        for rank, request_ids in by_rank.items():
+            self._send(rank, kind(request_ids))
         self._wake()
 
     def _send(self, rank: int, message: ToEngine) -> None:

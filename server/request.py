@@ -13,6 +13,7 @@ from moed.server.messages import AddRequest, RoutedExperts, SamplingParams, Toke
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    PAUSED = "paused"
     FINISHED = "finished"
 
 
