@@ -14,6 +14,7 @@ import pytest
 
 from moed.config.engine_config import ObservabilityConfig
 from moed.server import metric_buckets
+from moed.server import status_line as status_line_module
 from moed.server.logs import REQUEST_LOGGER, JsonFormatter
 from moed.server.metric_buckets import token_counts
 from moed.server.metrics_compat import OLDER_NAMES, SHARED
@@ -180,6 +181,20 @@ def test_status_line_only_while_there_is_something_to_tell() -> None:
     )
     stuck = dataclasses.replace(AT_REST, num_waiting=2)
     assert status_line(stuck, stuck, 10) is not None
+
+
+def test_the_status_line_is_told_while_requests_run(
+    checkpoint: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(status_line_module, "INTERVAL_S", 0.2)
+    caplog.set_level(logging.INFO)
+    with Served(frontend_config(checkpoint)) as served:
+        for engine in served.engines:
+            engine.step_s = 0.01
+        served.complete(prompt=[1], max_tokens=60)
+        served.wait(lambda: "output tokens/s" in caplog.text)
+    told = [r.getMessage() for r in caplog.records if "output tokens/s" in r.getMessage()]
+    assert any(line.startswith("1 running, 0 waiting; ") for line in told)
 
 
 def test_json_log_lines_hold_the_traceback_in_one_line() -> None:
