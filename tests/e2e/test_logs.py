@@ -1,4 +1,4 @@
-"""What a whole daemon writes: lines for machines when asked, and every ten seconds one for people."""
+"""What a daemon writes: lines for machines when asked, and every ten seconds one for people."""
 
 import json
 import re
