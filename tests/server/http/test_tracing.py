@@ -18,6 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from moed.config import tracing as checks
 from moed.config.errors import ConfigError
 from moed.server import tracing
+from moed.server.ended_requests import EndedRequest
 from moed.server.tracing import Tracing
 from tests.server.http.fake_engine import NUM_CACHED
 from tests.server.http.served import Served
@@ -82,8 +83,13 @@ def test_names_are_those_of_the_conventions(served: Served, spans: InMemorySpanE
 def test_a_request_that_nobody_samples_costs_no_attributes(
     served: Served, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[object] = []
-    monkeypatch.setattr(tracing, "attributes", lambda request: made.append(request) or {})
+    made: list[EndedRequest] = []
+
+    def attributes(request: EndedRequest) -> dict[str, str]:
+        made.append(request)
+        return {}
+
+    monkeypatch.setattr(tracing, "attributes", attributes)
     unsampled = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
     with served.client() as client:
         for headers in (unsampled, CONTEXT):
