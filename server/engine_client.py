@@ -102,6 +102,7 @@ class OpenChoice:
     num_prompt_tokens: int
     max_tokens: int
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
     queue_s: float = 0.0
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -113,6 +114,7 @@ class OpenChoice:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.next_output_index,
+            num_preemptions=self.num_preemptions,
             max_tokens=self.max_tokens,
             submitted_at=self.submitted_at,
             queue_s=self.queue_s,
@@ -282,6 +284,7 @@ class EngineClient:
         if fresh.token_ids:
             self._on_tokens(choice, len(fresh.token_ids), now)
         if fresh.finish_reason is not None:
+            choice.num_preemptions = fresh.num_preemptions
             self._end(choice, fresh.finish_reason)
         choice.submission.put(choice.index, fresh)
 
@@ -502,4 +505,5 @@ def drop_duplicates(output: TokenOutput, next_index: int) -> TokenOutput | None:
         logprobs=None if output.logprobs is None else output.logprobs[num_seen:],
         prompt_logprobs=output.prompt_logprobs,
         num_cached_tokens=output.num_cached_tokens,
+        num_preemptions=output.num_preemptions,
     )

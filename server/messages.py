@@ -159,6 +159,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """Prompt tokens that were not computed, thanks to the prefix cache."""
     queue_s: float = 0.0
     """With the first output: seconds between the request's arrival and its first step."""
+    num_preemptions: int = 0
+    """With the last output: how often the request has given its KV blocks to others."""
     routed_experts: list[RoutedExperts] = []
     """When asked for: of the tokens computed since the last output. What preemption has computed
     again comes twice.

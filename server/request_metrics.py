@@ -98,6 +98,11 @@ class RequestMetrics:
             "Output tokens of the longest choice of a request.",
             counts,
         )
+        self._preemptions = self._histogram(
+            "request_num_preemptions",
+            "How often a request has given its KV blocks to others.",
+            buckets.PREEMPTIONS,
+        )
         self._num_choices = self._histogram(
             "request_params_n", "Choices for each prompt of a request.", buckets.NUM_CHOICES
         )
@@ -164,6 +169,7 @@ class RequestMetrics:
         self._prompt_tokens[rank].observe(choice.num_prompt_tokens)
         self._generation_tokens[rank].observe(choice.num_output_tokens)
         self._max_tokens[rank].observe(choice.max_tokens)
+        self._preemptions[rank].observe(choice.num_preemptions)
         if choice.first_token_at is None:
             return  # whether a cache had its prompt was never known
         computed = max(0, choice.num_prompt_tokens - choice.num_cached_tokens)

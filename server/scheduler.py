@@ -259,6 +259,7 @@ class Scheduler:
         self._running.remove(request)
         self._blocks.free(request)
         self._push_waiting(request)
+        request.num_preemptions += 1
         self.counters.num_preemptions += 1
 
     def _admit(self, chosen: list[ScheduledRequest], budget: int) -> int:
@@ -437,6 +438,7 @@ def _output(
         num_cached_tokens=0 if request.num_sent_tokens else request.num_cached_tokens or 0,
         routed_experts=request.routed_experts,
         queue_s=request.queue_s or 0.0,
+        num_preemptions=0 if reason is None else request.num_preemptions,
     )
     request.routed_experts = []
     request.num_sent_tokens += len(new_tokens)

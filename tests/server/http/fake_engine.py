@@ -25,6 +25,7 @@ MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 NUM_CACHED = 3
+NUM_PREEMPTIONS = 2
 QUEUE_S = 0.001
 
 Script = Callable[[AddRequest], list[int]]
@@ -202,6 +203,7 @@ class FakeEngine:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=NUM_CACHED if done == 0 else 0,
             queue_s=QUEUE_S if done == 0 else 0.0,
+            num_preemptions=NUM_PREEMPTIONS if is_last else 0,
         )
 
     def _stats(self) -> RankStats:

@@ -20,7 +20,7 @@ from moed.server.metric_buckets import token_counts
 from moed.server.metrics_compat import OLDER_NAMES, SHARED
 from moed.server.status_line import Totals, status_line
 from tests.server.http.configs import frontend_config
-from tests.server.http.fake_engine import NUM_CACHED, QUEUE_S
+from tests.server.http.fake_engine import NUM_CACHED, NUM_PREEMPTIONS, QUEUE_S
 from tests.server.http.served import Served
 
 RANK_1 = {"X-data-parallel-rank": "1"}
@@ -86,6 +86,8 @@ def test_each_end_of_a_request_is_counted_once(served: Served) -> None:
         "request_inference_time_seconds_count": 2,
         "request_time_per_output_token_seconds_count": 2,
         "e2e_request_latency_seconds_count": 2,
+        "request_num_preemptions_count": 2,
+        "request_num_preemptions_sum": 2 * NUM_PREEMPTIONS,
     }
     before = {name: of_rank_1(served, f"moed:{name}") for name in expected}
     body = {"prompt": [1, 2, 3, 4], "max_tokens": 3, "n": 2}
