@@ -257,6 +257,7 @@ class ServerConfig:
     admin_api_keys: tuple[str, ...] = field(repr=False)
     """They open everything; once there is one, nothing else opens the admin routes."""
     request_timeout_s: float | None
+    slow_reader_timeout_s: float
     """From a request's arrival to the end of its answer; None: no bound."""
     tls: TlsConfig | None
     """None: plain http://."""

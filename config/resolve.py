@@ -292,6 +292,7 @@ def _server(settings: ServeSettings) -> ServerConfig:
         max_request_bytes=settings.max_request_bytes,
         admin_api_keys=all_keys(settings.admin_api_keys, settings.admin_api_key_file),
         request_timeout_s=settings.request_timeout,
+        slow_reader_timeout_s=settings.slow_reader_timeout,
         tls=tls_config(settings),
         cors=cors_config(settings),
         observability=ObservabilityConfig(

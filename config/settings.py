@@ -322,6 +322,13 @@ class ServeSettings:
         minimum=0.001,
         shown_default="no bound",
     )
+    slow_reader_timeout: float = option(
+        60.0,
+        "how long a client may read nothing of an answer that waits for it, before it is cut off",
+        group=HTTP,
+        unit="seconds",
+        minimum=0.001,
+    )
     max_logprobs: int = option(
         20, "most logprobs per token that a request may ask for", group=HTTP, minimum=0
     )

@@ -185,7 +185,7 @@ class Frontend:
         tls = self._config.server.tls
         return uvicorn.Config(
             create_app(self._state),
-            http=HttpProtocol,
+            http=HttpProtocol.patient_for(self._config.server.slow_reader_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,

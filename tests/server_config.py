@@ -17,6 +17,7 @@ SERVER = ServerConfig(
     max_request_bytes=1_000_000,
     admin_api_keys=(),
     request_timeout_s=None,
+    slow_reader_timeout_s=60.0,
     tls=None,
     cors=None,
     observability=ObservabilityConfig(
