@@ -16,6 +16,7 @@ from moed.config.cors import CorsConfig
 from moed.config.errors import ConfigError
 from moed.config.expert_placement import ExpertPlacement
 from moed.config.explained import Explained
+from moed.config.nodes import NodesConfig
 from moed.config.tls import TlsConfig
 
 
@@ -273,6 +274,8 @@ class EngineConfig:
     cache: CacheConfig
     runner: RunnerConfig
     server: ServerConfig
+    nodes: NodesConfig | None = None
+    """None: all ranks are on this node."""
     explained: tuple[Explained, ...] = ()
     """Every setting with its origin, for people who ask; nothing is decided by it."""
     fault_injection: str | None = None
@@ -332,6 +335,7 @@ class EngineConfig:
             "graph_buckets": self.runner.graph_buckets,
             "model": self.model.model,
             "revision": self.model.revision,
+            "nnodes": 1 if self.nodes is None else self.nodes.num_nodes,
         }
         for entry in fields(ModelConfig):
             if entry.name not in ("path", "model", "revision", "served_model_names"):

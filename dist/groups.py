@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Protocol
 from weakref import WeakSet
 
-import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store
 
 from moed.config.engine_config import ParallelConfig
 from moed.config.environ import set_default
 from moed.config.errors import ConfigError, PeerLost
+from moed.dist.hosts import loopback_name
 from moed.dist.launch import LaunchEnvironment
 
 logger = logging.getLogger(__name__)
@@ -140,33 +140,27 @@ def take_gpu(environment: LaunchEnvironment) -> torch.device:
 
 
 def init_groups(
-    environment: LaunchEnvironment, parallel: ParallelConfig, listen_fd: int | None
+    environment: LaunchEnvironment,
+    parallel: ParallelConfig,
+    store: Store,
+    interface: str | None,
 ) -> Groups:
-    """Meet the other ranks. Collective.
+    """Join the other ranks, which have all met at the `store`. Collective.
 
-    `listen_fd`: on rank 0 of our own launcher, the bound socket of the store; else None. Raises
-    `PeerLost` when the others do not come within `parallel.distributed_timeout_s`, `ConfigError`
-    where there is no GPU for this rank.
+    `interface`: the network of what goes between nodes; None on one node. Raises `PeerLost` when
+    the others do not come within `parallel.distributed_timeout_s`, `ConfigError` where there is no
+    GPU for this rank.
     """
     timeout = datetime.timedelta(seconds=parallel.distributed_timeout_s)
     if environment.is_single_node:
         # Otherwise gloo resolves the host's name, which may lead anywhere, and listens there.
-        set_default("GLOO_SOCKET_IFNAME", _loopback_name())
+        set_default("GLOO_SOCKET_IFNAME", loopback_name())
+    elif interface is not None:
+        set_default("GLOO_SOCKET_IFNAME", interface)
+        set_default("NCCL_SOCKET_IFNAME", interface)
     on_gpu = parallel.device == "cuda"
     device = take_gpu(environment) if on_gpu else None
     with collective_errors("rendezvous"):
-        if environment.launcher == "torchrun":
-            store = None  # the agent's, which the env:// method finds
-        else:
-            store = TCPStore(
-                environment.store_host,
-                environment.store_port,
-                environment.world_size,
-                environment.rank == 0,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=listen_fd,
-            )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,
@@ -209,11 +203,3 @@ def _tensor_group(
         if rank in members:
             own = group
     return own
-
-
-def _loopback_name() -> str:
-    """The interface of 127.0.0.1: `lo` on Linux, `lo0` on macOS."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
-            return name
-    return "lo"

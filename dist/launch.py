@@ -22,6 +22,8 @@ class LaunchEnvironment:
     store_port: int
     """Where the ranks meet: a `TCPStore`."""
     launcher: Literal["moed", "torchrun"]
+    restart: int = 0
+    """How often torchrun has started the ranks again."""
 
     @property
     def is_single_node(self) -> bool:
@@ -46,6 +48,7 @@ def detect_torchrun() -> LaunchEnvironment | None:
         store_host=variables.master_addr,
         store_port=variables.master_port,
         launcher="torchrun",
+        restart=variables.restart,
     )
 
 

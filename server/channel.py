@@ -2,7 +2,7 @@
 
 The front end binds a ROUTER; each engine connects a DEALER named after its rank. Order is kept per
 engine. An engine speaks first (`RankProgress`), since a ROUTER can only write to peers that it has
-heard.
+heard. `moed.server.wire` says who is let in.
 """
 
 import asyncio
@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
 
 from moed.config.errors import PeerLost
 from moed.server.messages import FromEngine, ToEngine
+from moed.server.wire import Wire, engine_keys, frontend_keys
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,10 @@ def _identity(rank: int) -> bytes:
     return b"rank-%d" % rank
 
 
+def node_identity(node: int) -> bytes:
+    return b"node-%d" % node
+
+
 def _configure(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, MAX_PENDING_MESSAGES)
@@ -42,16 +48,36 @@ def _configure(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
 
+def connect(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", wire: Wire, identity: bytes) -> None:
+    """An engine's or a node's DEALER, with this launch's keys."""
+    _configure(socket)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    if wire.secret is not None:
+        own = engine_keys(wire.secret)
+        socket.curve_publickey, socket.curve_secretkey = own.public, own.private
+        socket.curve_serverkey = frontend_keys(wire.secret).public
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(wire.address)
+
+
+class EnginesOnly:
+    """Lets in who has the engines' key: asked by ZeroMQ for each connection (ZAP)."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
 class EngineChannel:
     """The engine's end. Not thread-safe: only the engine's loop uses it."""
 
-    def __init__(self, address: str, rank: int) -> None:
+    def __init__(self, wire: Wire, rank: int) -> None:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket)
-        self._socket.setsockopt(zmq.IDENTITY, _identity(rank))
         self._socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_S * 1000)
-        self._socket.connect(address)
+        connect(self._socket, wire, _identity(rank))
         self._encoder = msgspec.msgpack.Encoder()
 
     def receive(self) -> list[ToEngine]:
@@ -87,26 +113,48 @@ class EngineChannel:
 class FrontendChannel:
     """The front end's end, for one asyncio loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, wire: Wire, listen_fd: int | None) -> None:
+        """`listen_fd`: the bound socket of a `tcp://` address; None binds here."""
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket)
         # Without it, a message to a rank that is gone would vanish without a word.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(address)
+        self._gate: AsyncioAuthenticator | None = None
+        if wire.secret is not None:
+            self._close_to_others(wire.secret)
+        if listen_fd is not None:
+            self._socket.setsockopt(zmq.USE_FD, listen_fd)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.bind(wire.address)
         self._encoder = msgspec.msgpack.Encoder()
         # The same socket, read without the event loop.
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self._received: deque[list[bytes]] = deque()
 
+    def _close_to_others(self, secret: bytes) -> None:
+        self._gate = AsyncioAuthenticator(self._context)
+        self._gate.start()
+        self._gate.configure_curve_callback(
+            "*", credentials_provider=EnginesOnly(engine_keys(secret).public)
+        )
+        own = frontend_keys(secret)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = own.public, own.private
+
     async def receive(self) -> FromEngine:
         """The next message of any engine. Raises `asyncio.CancelledError` as usual."""
-        if not self._received:
-            await asyncio.sleep(0)
-            if not self._take_what_is_there():
-                self._received.append(await self._socket.recv_multipart())
-        _, payload = self._received.popleft()
-        return _from_engine.decode(payload)
+        while True:
+            if not self._received:
+                await asyncio.sleep(0)
+                if not self._take_what_is_there():
+                    self._received.append(await self._socket.recv_multipart())
+            frames = self._received.popleft()
+            try:
+                _, payload = frames
+                return _from_engine.decode(payload)
+            except (ValueError, msgspec.MsgspecError) as error:
+                logger.error("dropped a message that no engine of this version sends: %s", error)
 
     def _take_what_is_there(self) -> bool:
         """Messages that can be had without waiting: waiting costs more than a message does."""
@@ -120,17 +168,27 @@ class FrontendChannel:
     def send(self, rank: int, message: ToEngine) -> None:
         """Queue one message for an engine that has spoken before; order is kept. A lost engine is
         only logged: the launcher tells of it on its own way."""
+        self._send(_identity(rank), message)
+
+    def send_to_node(self, node: int, message: ToEngine) -> None:
+        """To the keeper of another node, which has spoken before."""
+        self._send(node_identity(node), message)
+
+    def _send(self, identity: bytes, message: ToEngine) -> None:
         sent = asyncio.ensure_future(
-            self._socket.send_multipart([_identity(rank), self._encoder.encode(message)])
+            self._socket.send_multipart([identity, self._encoder.encode(message)])
         )
-        sent.add_done_callback(lambda done: self._log_failure(rank, done))
+        sent.add_done_callback(lambda done: self._log_failure(identity, done))
 
     @staticmethod
-    def _log_failure(rank: int, sent: "asyncio.Future[Any]") -> None:
+    def _log_failure(identity: bytes, sent: "asyncio.Future[Any]") -> None:
         if not sent.cancelled() and (error := sent.exception()) is not None:
-            logger.warning("a message to rank %d could not be sent: %s", rank, error)
+            logger.warning("a message to %s could not be sent: %s", identity.decode(), error)
 
     def close(self) -> None:
         """Safe to call twice."""
         self._socket.close(linger=500)
+        if self._gate is not None:
+            self._gate.stop()
+            self._gate = None
         self._context.term()

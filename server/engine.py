@@ -11,7 +11,7 @@ from moed.config.graphs import graph_shapes
 from moed.config.kv_layout import kv_layout
 from moed.config.weight_bytes import weight_bytes
 from moed.config.windows import layers_with_own_blocks
-from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
+from moed.dist.agreement import Agreement, RankState, gather_ints
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.registry import create_backend
@@ -63,10 +63,8 @@ class Engine:
     def start(self, startup_s: dict[str, float]) -> None:
         """Load, size, warm up, and send `RankReady` with `startup_s` and the phases from here on.
 
-        Raises `RankMismatch`, `ConfigError`, `ModelError` or `PeerLost`.
+        Raises `ConfigError`, `ModelError` or `PeerLost`.
         """
-        self._progress("comparing settings with the other ranks")
-        compare_at_start(self._groups, self._config.agreement_items())
         load_started = time.monotonic()
         model = self._load()
         kv_started = time.monotonic()

@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Generator
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -25,7 +24,9 @@ from moed.server.channel import FrontendChannel
 from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
+from moed.server.http_server import HttpServer
 from moed.server.lifecycle import die_with_parent
+from moed.server.links import Links
 from moed.server.logs import setup_logging
 from moed.server.messages import (
     Drain,
@@ -36,12 +37,14 @@ from moed.server.messages import (
     RankLost,
     RankReady,
     Serving,
+    StopAsked,
     StopNow,
     ToFrontend,
 )
 from moed.server.metrics import Metrics
 from moed.server.request_log import log_request
 from moed.server.status_line import tell_status
+from moed.server.wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,6 @@ FLUSH_S = 1.0
 # Connections that are still open when the server leaves.
 CLOSE_S = 1
 KEEP_CONNECTION_S = 75
-DATE_RENEWAL_S = 1.0
 
 _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 
@@ -58,10 +60,13 @@ _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 def run_frontend(
     config: EngineConfig,
     http_socket: socket.socket,
-    channel_address: str,
+    wire: Wire,
+    wire_socket: socket.socket | None,
     launcher_pipe: Connection,
 ) -> None:
-    """Target of the front end's process; returns after a stop."""
+    """Target of the front end's process; returns after a stop. `wire_socket`: bound to the address
+    of a `wire` between nodes.
+    """
     die_with_parent()
     # A terminal's Ctrl-C, or a supervisor's signal to the group, reaches every process; the
     # launcher alone decides what it means.
@@ -71,7 +76,7 @@ def run_frontend(
     # uvicorn's own story of its start; the launcher tells it better.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").addFilter(is_worth_logging)
-    frontend = Frontend(config, http_socket, channel_address, launcher_pipe)
+    frontend = Frontend(config, http_socket, wire, wire_socket, launcher_pipe)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(frontend.serve())
@@ -93,35 +98,6 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
     )
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn, without its own idea of signals, and with a call when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._stopped = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def main_loop(self) -> None:
-        """Renew the Date header once a second; uvicorn's own loop looks for the end ten times."""
-        while not self.should_exit:
-            # Every call with a multiple of ten renews it.
-            await self.on_tick(0)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), DATE_RENEWAL_S)
-
-    def stop(self) -> None:
-        """Leave, with what connections are still open after `CLOSE_S` cut off."""
-        self.should_exit = True
-        self._stopped.set()
-
-    async def wait_started(self) -> None:
-        while not self.started:
-            await asyncio.sleep(0.005)
-
-
 class Frontend:
     """Everything that lives in the front end's process."""
 
@@ -129,12 +105,14 @@ class Frontend:
         self,
         config: EngineConfig,
         http_socket: socket.socket,
-        channel_address: str,
+        wire: Wire,
+        wire_socket: socket.socket | None,
         launcher_pipe: Connection,
     ) -> None:
         self._config = config
         self._http_socket = http_socket
-        self._channel_address = channel_address
+        self._wire = wire
+        self._wire_socket = wire_socket
         self._pipe = launcher_pipe
         self._commands: asyncio.Queue[ToFrontend] = asyncio.Queue()
         self._is_serving = False
@@ -142,10 +120,12 @@ class Frontend:
 
     async def serve(self) -> None:
         """Serve until `StopNow`, or until the launcher is gone."""
-        channel = FrontendChannel(self._channel_address)
+        listener = self._wire_socket
+        channel = FrontendChannel(self._wire, None if listener is None else listener.detach())
         health = Health(self._config.parallel.world_size)
+        links = Links(channel, health, lambda: self._tell(StopAsked()))
         metrics = Metrics(self._config)
-        self._engine = EngineClient(self._config, channel, health, metrics)
+        self._engine = EngineClient(self._config, links, health, metrics)
         observability, tracing = self._config.server.observability, None
         if observability.log_requests:
             self._engine.on_request_end.append(log_request)
@@ -166,6 +146,7 @@ class Frontend:
                     tasks.create_task(self._load_text_tools()),
                     tasks.create_task(self._announce()),
                     tasks.create_task(tell_status(metrics.all_stats)),
+                    tasks.create_task(self._watch(links)),
                 ]
                 http = tasks.create_task(self._server.serve(sockets=[self._http_socket]))
                 await self._obey()
@@ -180,6 +161,15 @@ class Frontend:
             channel.close()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
+
+    async def _watch(self, links: Links) -> None:
+        """Raises `PeerLost` for a node that is gone, once the clients know."""
+        try:
+            await links.watch()
+        except MoedError as error:
+            self._engine.lose_group(str(error))
+            await self._state.open_requests.wait_empty(FLUSH_S)
+            raise
 
     def _uvicorn_config(self) -> uvicorn.Config:
         tls = self._config.server.tls

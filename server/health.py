@@ -33,10 +33,12 @@ class Health:
         self.ranks = [RankHealth(rank) for rank in range(num_ranks)]
         self._reason = ""
         self._is_leaving = False
+        self.silence = ""
+        """Which other nodes have not been heard for too long; empty: none."""
 
     @property
     def is_ready(self) -> bool:
-        return self.phase is Phase.READY
+        return self.phase is Phase.READY and not self.silence
 
     def on_progress(self, rank: int, phase: str) -> None:
         self.ranks[rank].phase = phase
@@ -91,7 +93,7 @@ class Health:
     def reason(self) -> str:
         """One sentence for a person; empty when ready."""
         if self.phase is not Phase.STARTING:
-            return self._reason
+            return self._reason or self.silence
         waiting = [f"rank {rank.rank}: {rank.phase}" for rank in self.ranks if not rank.is_up]
         if not self.has_tokenizer:
             waiting.append("the tokenizer is loading")
@@ -100,7 +102,7 @@ class Health:
     def report(self) -> dict[str, Any]:
         """The JSON body of the probes."""
         return {
-            "status": self.phase.value,
+            "status": "silent" if self.phase is Phase.READY and self.silence else self.phase.value,
             "reason": self.reason or None,
             "ranks": [
                 {"rank": rank.rank, "up": rank.is_up, "phase": rank.phase} for rank in self.ranks

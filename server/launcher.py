@@ -12,12 +12,10 @@ code tells the kind of fault.
 import contextlib
 import logging
 import multiprocessing
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -25,9 +23,8 @@ from types import FrameType
 
 import msgspec
 
-from moed.config.engine_config import EngineConfig, ServerConfig
-from moed.config.errors import ConfigError
-from moed.dist.launch import LaunchEnvironment
+from moed.config.engine_config import EngineConfig
+from moed.server.http_socket import bind_http, url_of
 from moed.server.lifecycle import describe_exit, die_with_parent
 from moed.server.messages import (
     Drain,
@@ -38,14 +35,16 @@ from moed.server.messages import (
     RankFailure,
     RankLost,
     Serving,
+    StopAsked,
     StopNow,
     ToFrontend,
 )
 from moed.server.rank import run_rank
+from moed.server.wire import Wire
+from moed.server.wiring import Wiring, bind_store, local_environments, open_wire
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 # After a rank's failure the others fail too, within moments, in their collectives; waiting for
 # their words lets the report name the cause and not a consequence.
 FAILURE_GATHERING_S = 1.0
@@ -75,54 +74,37 @@ def serve(config: EngineConfig) -> int:
 
     Raises `ConfigError` when the HTTP port cannot be bound.
     """
-    http_socket = bind_http(config.server)
-    with http_socket, runtime_folder() as folder, Supervisor(config, http_socket, folder) as group:
+    server = config.server
+    http_socket = bind_http(server.host, server.port, "--port")
+    with (
+        http_socket,
+        bind_store(config) as store_socket,
+        open_wire(config) as wiring,
+        Supervisor(config, http_socket, store_socket, wiring) as group,
+    ):
         group.start()
         exit_code = group.watch()
         group.stop()
     return exit_code
 
 
-def bind_http(server: ServerConfig) -> socket.socket:
-    """Bind the HTTP port before anything else starts: a taken port is known in the first second."""
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    try:
-        return socket.create_server((server.host, server.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {server.host} port {server.port}: {error.strerror}. Choose another "
-            "with --port (0 takes any free one) or --host, or stop what uses it."
-        ) from None
-
-
 def start_frontend(
     config: EngineConfig,
     http_socket: socket.socket,
-    channel_address: str,
+    wire: Wire,
+    wire_socket: socket.socket | None,
     launcher_pipe: Connection,
 ) -> None:
     """Target of the front end's process: its heavy imports stay out of the launcher."""
     die_with_parent()
     from moed.server.frontend import run_frontend
 
-    run_frontend(config, http_socket, channel_address, launcher_pipe)
-
-
-@contextlib.contextmanager
-def runtime_folder() -> Iterator[str]:
-    """A folder that only this user can enter, for the sockets between the processes."""
-    folder = tempfile.mkdtemp(prefix="moed-")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    run_frontend(config, http_socket, wire, wire_socket, launcher_pipe)
 
 
 def log_progress(config: EngineConfig, http_socket: socket.socket, message: FromFrontend) -> None:
     """Say in the log what the front end has reported."""
-    host, port = http_socket.getsockname()[:2]
-    scheme = "http" if config.server.tls is None else "https"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    url = url_of(http_socket, config.server)
     if isinstance(message, Serving):
         logger.info("listening on %s, loading the model", url)
     elif isinstance(message, GroupReady):
@@ -165,13 +147,38 @@ class Rank:
         return self.failure is not None and self.failure.is_consequence
 
 
+def report_end(ranks: Sequence[Rank], first: Rank) -> int:
+    """Log what the ranks that have ended left as their words; `first` was seen first. Returns the
+    exit code of the cause.
+    """
+    ended = [rank for rank in ranks if not rank.process.is_alive()]
+    for rank in ended:
+        rank.collect()
+    # Consequences first, causes last: the last lines of the log are what a person reads.
+    ended.sort(key=lambda rank: (not rank.is_consequence, rank is first))
+    for rank in ended:
+        if rank.failure is not None and rank.failure.details:
+            logger.error("%s", rank.failure.details.rstrip())
+        logger.error("%s", rank.report())
+    cause = ended[-1]
+    return cause.failure.exit_code if cause.failure is not None else EXIT_RANK_DIED
+
+
 class Supervisor:
     """Holds all processes of one launch. Use as a context: leaving it ends whatever still runs."""
 
-    def __init__(self, config: EngineConfig, http_socket: socket.socket, folder: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        http_socket: socket.socket,
+        store_socket: socket.socket,
+        wiring: Wiring,
+    ) -> None:
         self._config = config
         self._http_socket = http_socket
-        self._channel_address = f"ipc://{folder}/engines"
+        # Bound here and handed over open: between choosing a port and using it nobody can take it.
+        self._store_socket = store_socket
+        self._wiring = wiring
         self._context = multiprocessing.get_context("spawn")
         self._ranks: list[Rank] = []
         self._frontend: SpawnProcess | None = None
@@ -202,29 +209,23 @@ class Supervisor:
         self._frontend = self._spawn(
             "moed-http",
             start_frontend,
-            (self._config, self._http_socket, self._channel_address, far_end),
+            (
+                self._config,
+                self._http_socket,
+                self._wiring.wire,
+                self._wiring.listener,
+                far_end,
+            ),
         )
         far_end.close()
-        num_ranks = self._config.parallel.world_size
-        # Bound here and handed over open: between choosing a port and using it nobody can take it.
-        with socket.create_server((LOOPBACK, 0), backlog=num_ranks + 8) as store_socket:
-            port = store_socket.getsockname()[1]
-            for rank in range(num_ranks):
-                environment = LaunchEnvironment(
-                    rank=rank,
-                    world_size=num_ranks,
-                    local_rank=rank,
-                    local_world_size=num_ranks,
-                    store_host=LOOPBACK,
-                    store_port=port,
-                    launcher="moed",
-                )
-                words, far_words = self._context.Pipe(duplex=False)
-                own_socket = store_socket if rank == 0 else None
-                arguments = (self._config, environment, own_socket, self._channel_address)
-                process = self._spawn(f"moed-rank-{rank}", run_rank, (*arguments, far_words))
-                far_words.close()
-                self._ranks.append(Rank(rank, process, words))
+        for environment in local_environments(self._config, self._store_socket.getsockname()[1]):
+            words, far_words = self._context.Pipe(duplex=False)
+            rank = environment.rank
+            own_socket = self._store_socket if rank == 0 else None
+            arguments = (self._config, environment, own_socket, self._wiring.told)
+            process = self._spawn(f"moed-rank-{rank}", run_rank, (*arguments, far_words))
+            far_words.close()
+            self._ranks.append(Rank(rank, process, words))
 
     def _spawn(self, name: str, target: object, arguments: tuple[object, ...]) -> SpawnProcess:
         process = self._context.Process(name=name, target=target, args=arguments)  # type: ignore[arg-type]
@@ -283,6 +284,8 @@ class Supervisor:
                 self._group_is_ready |= isinstance(message, GroupReady)
                 if isinstance(message, FrontendFailure):
                     self._frontend_failure = message
+                if isinstance(message, StopAsked):
+                    self._signals.append(signal.SIGTERM)
                 log_progress(self._config, self._http_socket, message)
         except (EOFError, OSError):
             self._frontend_pipe.close()
@@ -341,18 +344,8 @@ class Supervisor:
                 break
             # `wait` returns at once for those that have ended already.
             time.sleep(0.02)
-        ended = [rank for rank in self._ranks if not rank.process.is_alive()]
-        for rank in ended:
-            rank.collect()
         self._await_drained(FLUSH_S)
-        # Consequences first, causes last: the last lines of the log are what a person reads.
-        ended.sort(key=lambda rank: (not rank.is_consequence, rank is first))
-        for rank in ended:
-            if rank.failure is not None and rank.failure.details:
-                logger.error("%s", rank.failure.details.rstrip())
-            logger.error("%s", rank.report())
-        cause = ended[-1]
-        return cause.failure.exit_code if cause.failure is not None else EXIT_RANK_DIED
+        return report_end(self._ranks, first)
 
     def _await_drained(self, timeout_s: float) -> None:
         """Wait until the front end has told its clients, or is gone."""

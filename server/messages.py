@@ -95,7 +95,11 @@ class ForgetPrefixes(msgspec.Struct, frozen=True, tag="forget_prefixes"):
     """Compute every new request's prompt from its first token, whatever the KV cache holds."""
 
 
-ToEngine = AddRequest | AbortRequests | Wake | Shutdown | ForgetPrefixes
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The front end's answer to a node's `NodeBeat`."""
+
+
+ToEngine = AddRequest | AbortRequests | Wake | Shutdown | ForgetPrefixes | Beat
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -237,7 +241,18 @@ class RankProgress(msgspec.Struct, frozen=True, tag="progress"):
     phase: str
 
 
-FromEngine = StepOutputs | ExpertLoad | StepDurations | RankReady | RankProgress
+class NodeBeat(msgspec.Struct, frozen=True, tag="node_beat"):
+    """From each node but the first, every second: it is there, and the way to it is open."""
+
+    node: int
+    name: str
+    """Of the host."""
+    ranks: list[int]
+    is_stopping: bool = False
+    """Somebody has asked this node to stop: the whole group will."""
+
+
+FromEngine = StepOutputs | ExpertLoad | StepDurations | RankReady | RankProgress | NodeBeat
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,4 +312,35 @@ class FrontendFailure(msgspec.Struct, frozen=True, tag="frontend_failure", kw_on
     exit_code: int
 
 
-FromFrontend = Serving | GroupReady | Drained | FrontendFailure
+class StopAsked(msgspec.Struct, frozen=True, tag="stop_asked"):
+    """Another node was asked to stop: treated as a signal to this one."""
+
+
+FromFrontend = Serving | GroupReady | Drained | FrontendFailure | StopAsked
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined", kw_only=True):
+    """From the first rank of a node to the node's keeper: all ranks have met."""
+
+    node: int
+    name: str
+    ranks: list[int]
+    address: str
+    secret: bytes
+
+
+class RanksReady(msgspec.Struct, frozen=True, tag="ranks_ready"):
+    """This node's ranks have done a real step with all others."""
+
+
+class NodeStopping(msgspec.Struct, frozen=True, tag="node_stopping"):
+    """This node was asked to stop."""
+
+
+ToKeeper = Joined | RanksReady | NodeStopping
+
+
+class LinkLost(msgspec.Struct, frozen=True, tag="link_lost"):
+    """From a node's keeper: nothing has been heard of the first node for too long."""
+
+    error: str

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from moed.config.errors import ConfigError
 from moed.dist.groups import Groups, device_of, init_groups, take_gpu
@@ -64,7 +65,7 @@ def test_the_gpu_of_the_local_rank_comes_first(
     monkeypatch: pytest.MonkeyPatch, agreement_backend: str
 ) -> None:
     cuda = FakeCuda(monkeypatch, num_gpus=2)
-    groups = init_groups(SECOND_OF_NODE, gpu_config(agreement_backend), None)
+    groups = init_groups(SECOND_OF_NODE, gpu_config(agreement_backend), HashStore(), None)
     assert cuda.calls == [
         "set_device cuda:1",
         "init cpu:gloo,cuda:nccl on cuda:1",

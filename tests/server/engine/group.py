@@ -66,9 +66,9 @@ class RankGroup:
                 )
                 words, far_words = spawn.Pipe(duplex=False)
                 own_socket = store_socket if rank == 0 else None
-                address = f"tcp://127.0.0.1:{port}"
+                told = {"address": f"tcp://127.0.0.1:{port}"}
                 process = spawn.Process(
-                    target=run_rank, args=(config, environment, own_socket, address, far_words)
+                    target=run_rank, args=(config, environment, own_socket, told, far_words)
                 )
                 process.start()
                 far_words.close()

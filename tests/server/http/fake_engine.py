@@ -18,6 +18,7 @@ from moed.server.messages import (
     TokenOutput,
     Wake,
 )
+from moed.server.wire import Wire
 
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
@@ -94,7 +95,7 @@ class FakeEngine:
         self._extra.append(output)
 
     def _run(self) -> None:
-        channel = EngineChannel(self._address, self.rank)
+        channel = EngineChannel(Wire(self._address), self.rank)
         try:
             channel.send(RankProgress(self.rank, "loading the model"))
             self._may_be_ready.wait()

@@ -22,6 +22,7 @@ from moed.server.api.state import AppState
 from moed.server.ended_requests import EndedRequest
 from moed.server.frontend import Frontend
 from moed.server.messages import AddRequest, FromFrontend, ToFrontend, TokenOutput
+from moed.server.wire import Wire
 from tests.server.http.fake_engine import FakeEngine
 
 _decoder = msgspec.msgpack.Decoder(FromFrontend)
@@ -42,7 +43,7 @@ class Served:
         limits = httpx.Limits(max_connections=200)
         self.http = httpx.Client(base_url=self.url, timeout=20, limits=limits, verify=trust)
         self.pipe, far_end = multiprocessing.Pipe()
-        self._frontend = Frontend(config, self._socket, address, far_end)
+        self._frontend = Frontend(config, self._socket, Wire(address), None, far_end)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._ready = ready

@@ -1,0 +1,140 @@
+"""`moed serve` on a node other than the first: starts this node's ranks, and ends with them.
+
+moed serve --node-rank 1 ─ launcher (this process: no torch)
+                           └─ rank G … rank 2G-1
+                               └─ the node's keeper (probes, link), of its first rank
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from types import FrameType
+
+from moed.config.engine_config import EngineConfig
+from moed.config.errors import MoedError
+from moed.config.settings import ServeSettings
+from moed.dist.launch import LaunchEnvironment
+from moed.server.launcher import (
+    DRAIN_SLACK_S,
+    FAILURE_GATHERING_S,
+    LEAVE_S,
+    Rank,
+    report_end,
+)
+from moed.server.rank import run_rank, tell_others
+from moed.server.wiring import local_environments
+
+logger = logging.getLogger(__name__)
+
+
+def serve_node(config: EngineConfig) -> int:
+    """Serve until the group stops or fails; returns the exit code of `moed serve`."""
+    with NodeSupervisor(config) as node:
+        node.start()
+        return node.watch()
+
+
+@contextlib.contextmanager
+def telling_others(settings: ServeSettings) -> Iterator[None]:
+    """What is wrong with the settings or the model here, the other nodes hear too."""
+    try:
+        yield
+    except MoedError as error:
+        host, port = settings.master_addr, settings.master_port
+        num_ranks = settings.data_parallel_size * settings.tensor_parallel_size
+        num_local, rest = divmod(num_ranks, settings.nnodes)
+        if host is not None and settings.nnodes > 1 and num_local and not rest:
+            first = settings.node_rank * num_local
+            environment = LaunchEnvironment(first, num_ranks, 0, num_local, host, port, "moed")
+            tell_others(environment, num_local, error)
+        raise
+
+
+class NodeSupervisor:
+    """Holds the ranks of one node. Use as a context: leaving it ends whatever still runs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._context = multiprocessing.get_context("spawn")
+        self._ranks: list[Rank] = []
+        self._signals: list[int] = []
+        self._signal_reader, self._signal_writer = self._context.Pipe(duplex=False)
+
+    def __enter__(self) -> "NodeSupervisor":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        self._signal_writer.send_bytes(b"!")
+
+    def start(self) -> None:
+        """Start one process per local rank; returns at once."""
+        assert self._config.nodes is not None
+        for environment in local_environments(self._config, self._config.nodes.master_port):
+            words, far_words = self._context.Pipe(duplex=False)
+            told: dict[str, str] = {}
+            arguments = (self._config, environment, None, told, far_words)
+            name = f"rank-{environment.rank}"
+            process = self._context.Process(name=f"moed-{name}", target=run_rank, args=arguments)
+            process.start()
+            far_words.close()
+            logger.info("started %s: process %d", name, process.pid)
+            self._ranks.append(Rank(environment.rank, process, words))
+
+    def watch(self) -> int:
+        """Wait until the ranks leave together, fail, or are to stop; returns the exit code."""
+        deadline: float | None = None
+        while True:
+            if len(self._signals) > 1:
+                logger.warning("second signal: stopping now")
+                return 128 + self._signals[-1]
+            if self._signals and deadline is None:
+                timeout_s = self._config.server.shutdown_timeout_s
+                logger.info(
+                    "stopping, with all other nodes, for which open requests get up to "
+                    "%g s; signal again to stop this one now",
+                    timeout_s,
+                )
+                deadline = time.monotonic() + timeout_s + DRAIN_SLACK_S + LEAVE_S
+                # It tells the front end, which stops all ranks together.
+                self._ranks[0].process.terminate()
+            ended = [rank for rank in self._ranks if not rank.process.is_alive()]
+            if failed := [rank for rank in ended if rank.process.exitcode]:
+                return self._on_failure(failed[0], is_stopping=deadline is not None)
+            if len(ended) == len(self._ranks):
+                return 0
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                logger.warning("the other nodes did not stop in time")
+                return 0
+            self._wait(left)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        alive = [rank.process.sentinel for rank in self._ranks if rank.process.is_alive()]
+        if self._signal_reader in wait([self._signal_reader, *alive], timeout_s):
+            self._signal_reader.recv_bytes()
+
+    def _on_failure(self, first: Rank, is_stopping: bool) -> int:
+        """Collect everybody's words, and report the cause last."""
+        if is_stopping and first.process.exitcode == 128 + signal.SIGTERM:
+            logger.info("stopped before the ranks were ready: no request is open")
+            return 0
+        deadline = time.monotonic() + FAILURE_GATHERING_S
+        while any(rank.process.is_alive() for rank in self._ranks):
+            alive = [rank.process.sentinel for rank in self._ranks if rank.process.is_alive()]
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not wait(alive, remaining):
+                break
+        return report_end(self._ranks, first)
+
+    def __exit__(self, *exception: object) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.process.kill()
+            rank.process.join()
