@@ -18,7 +18,8 @@ FLAGS = {
     "kernels_avx512": [*AVX512, "-mfma"],
     "kernels_avx512_bf16": [*AVX512, "-mfma", "-mavx512bf16"],
 }
-HEADERS = [f"moe/native/{name}.h" for name in ("vectors", "team", "matmul", "pack")]
+NAMES = ("vectors", "team", "rows", "matmul", "pack", "attention")
+HEADERS = [f"moe/native/{name}.h" for name in NAMES]
 
 
 class build_native(build_ext):

@@ -1,4 +1,4 @@
-"""The attention half of a decoder layer in one or two calls of the native kernels.
+"""The attention half of a decoder layer in one call of the native kernels.
 
 Legend: T tokens, D hidden, H query heads, G KV heads, d head dim, r decoding requests.
 """
@@ -9,16 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from moed.config.windows import Window
-from moed.moe.attention import attend_prefills, plan_pieces
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
 from moed.moe.native.binding import DTYPES, AttentionLayer, Library, StepState, arguments
 from moed.moe.native.matrix import NativeMatrix
 from moed.moe.native.packing import LANES
 from moed.moe.rotary import Tables
-
-# What one call does, see kernels.cpp.
-INPUT, DECODE, OUTPUT = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -54,15 +50,16 @@ class NativeStep:
     ) -> None:
         """`batch` has the slots and tables of these layers; `query_size` is H d."""
         cosine, sine = tables
-        self.num_tokens = batch.num_tokens
-        self.query = cosine.new_empty(batch.num_tokens, query_size)
-        self.attended = torch.empty_like(self.query)
-        self.prefills, decodes, decode_rows = plan_pieces(batch, block_size, window, cosine.dtype)
-        rows, blocks = None, batch.block_tables
-        if len(decodes) < len(batch.query_lens):
-            rows, blocks = torch.tensor(decode_rows, dtype=torch.int64), blocks[decodes]
-        blocks = blocks.contiguous()
-        self._kept = (batch, cosine, sine, rows, blocks)
+        query = cosine.new_empty(batch.num_tokens, query_size)
+        attended = torch.empty_like(query)
+        pieces, row = [], 0
+        for request, num_tokens in enumerate(batch.query_lens):
+            if num_tokens:
+                pieces.append((row, num_tokens, request))
+            row += num_tokens
+        piece_rows = torch.tensor(pieces, dtype=torch.int64)
+        blocks = batch.block_tables.contiguous()
+        self._kept = (batch, cosine, sine, query, attended, piece_rows, blocks)
         struct = StepState(
             batch.num_tokens,
             block_size,
@@ -71,19 +68,17 @@ class NativeStep:
             batch.slot_mapping.data_ptr(),
             cosine.data_ptr(),
             sine.data_ptr(),
-            len(decodes),
-            None if rows is None else rows.data_ptr(),
+            len(pieces),
+            piece_rows.data_ptr(),
             blocks.data_ptr(),
         )
         self._struct = struct
         self.address = ctypes.addressof(struct)
-        self.pointers = self.query.data_ptr(), self.attended.data_ptr()
+        self.pointers = query.data_ptr(), attended.data_ptr()
 
 
 class NativeAttention:
-    """Norm, projections, rotation, the cache, attention and the residual of one layer. Decodes are
-    attended to by the kernels, other pieces by torch.
-    """
+    """Norm, projections, rotation, the cache, attention and the residual of one layer."""
 
     def __init__(
         self,
@@ -97,11 +92,9 @@ class NativeAttention:
     ) -> None:
         """`input_norm` [D], `head_norm` [H + G, d], `sinks` [H], all in the dtype of `qkv`."""
         self._function = library.attention
-        self._dtype, self._scale = qkv.dtype, sizes.scale
-        self._heads = (sizes.num_heads, sizes.head_dim)
+        self._dtype = qkv.dtype
         norms = (input_norm, head_norm, sinks)
         kept = [None if t is None else t.to(qkv.dtype).contiguous() for t in norms]
-        self._sinks = kept[2]
         self._kept = (qkv, output, kept)
         self._layer = AttentionLayer(
             qkv.struct,
@@ -129,7 +122,8 @@ class NativeAttention:
     ) -> None:
         """Add to `hidden` [T, D] what layer `index` attends to; its K and V go to the cache."""
         assert hidden.is_contiguous() and hidden.dtype == self._dtype
-        common = (
+        self._function(
+            arguments(self._dtype),
             self._address,
             step.address,
             hidden.data_ptr(),
@@ -137,15 +131,6 @@ class NativeAttention:
             cache.keys[index].data_ptr(),
             cache.values[index].data_ptr(),
         )
-        first = arguments(self._dtype)
-        if not step.prefills:
-            self._function(first, INPUT | DECODE | OUTPUT, *common)
-            return
-        self._function(first, INPUT, *common)
-        shape = (step.num_tokens, *self._heads)
-        query, attended = step.query.view(shape), step.attended.view(shape)
-        attend_prefills(query, attended, index, cache, step.prefills, self._scale, self._sinks)
-        self._function(first, DECODE | OUTPUT, *common)
 
 
 def can_attend(qkv: NativeMatrix | None, output: NativeMatrix | None, head_dim: int) -> bool:

@@ -41,7 +41,7 @@ class Matrix(ctypes.Structure):
 
 
 class RouterLayer(ctypes.Structure):
-    """See kernels.cpp, as of all below."""
+    """See kernels.cpp and attention.h, as of all below."""
 
     _fields_ = [
         ("weight", Matrix),
@@ -93,8 +93,8 @@ class StepState(ctypes.Structure):
         ("slots", Pointer),
         ("cosine", Pointer),
         ("sine", Pointer),
-        ("num_decodes", Int),
-        ("decode_rows", Pointer),
+        ("num_pieces", Int),
+        ("pieces", Pointer),
         ("tables", Pointer),
     ]
 
@@ -135,8 +135,10 @@ class Library:
         self.experts = function(
             "moed_experts", Pointer, Pointer, Pointer, Pointer, Int, Int, Pointer
         )
-        # arguments, phases, layer, step, hidden, query, attended, keys, values
-        self.attention = function("moed_attention", Int, *[Pointer] * 7)
+        # arguments, layer, step, query, keys, values, out
+        self.attend = function("moed_attend", *[Pointer] * 6)
+        # arguments, layer, step, hidden, query, attended, keys, values
+        self.attention = function("moed_attention", *[Pointer] * 7)
 
 
 @cache

@@ -7,30 +7,10 @@
 #include <vector>
 
 #include "matmul.h"
+#include "attention.h"
 #include "pack.h"
 
 Pool pool;
-
-// Memory that stays with the thread that asked for it.
-template <class T, int PURPOSE>
-T* scratch(int64_t count) {
-  static thread_local std::vector<T> memory;
-  if (int64_t(memory.size()) < count) memory.resize(count);
-  return memory.data();
-}
-
-template <class T>
-INLINE void norm_row(const T* row, const T* weight, int64_t size, float eps, T* out) {
-  Vec squares{};
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) squares += load(row + i) * load(row + i);
-  float total = sum(squares);
-  for (int64_t j = i; j < size; j++) total += to_float(row[j]) * to_float(row[j]);
-  const float factor = 1.0f / std::sqrt(total / size + eps);
-  for (i = 0; i + LANES <= size; i += LANES)
-    store(out + i, load(row + i) * factor * load(weight + i));
-  for (; i < size; i++) store_one(out + i, to_float(row[i]) * factor * to_float(weight[i]));
-}
 
 // --- One product ------------------------------------------------------------------------------
 
@@ -211,202 +191,6 @@ void experts(int num_threads, const ExpertLayer& layer, const T* hidden, const i
   });
 }
 
-// --- Attention --------------------------------------------------------------------------------
-
-struct AttentionLayer {
-  Matrix qkv, output;      // [(H + 2G) d, D] and [D, H d]
-  const void* input_norm;  // [D]
-  const void* head_norm;   // [H + G, d] or null
-  const void* sinks;       // [H] or null
-  int64_t num_heads, num_kv_heads, head_dim, num_rotated, is_interleaved, norm_after_rotary;
-  int64_t window;  // 0: none
-  float eps, scale, residual_scale;
-};
-
-struct StepState {
-  int64_t num_tokens, block_size, table_width;
-  const int64_t* positions;  // [T]
-  const int64_t* slots;      // [T]
-  const void* cosine;        // [T, r]
-  const void* sine;          // [T, r], signed
-  int64_t num_decodes;
-  const int64_t* decode_rows;  // [num_decodes] of T, or null: all in order
-  const int64_t* tables;       // [num_decodes, table_width]
-};
-
-// Queries and keys of one token turned and normed, keys and values into the cache.
-template <class T>
-void finish_heads(const AttentionLayer& layer, const StepState& step, int64_t token,
-                  const T* states, T* query, T* keys, T* values) {
-  const int64_t d = layer.head_dim, r = layer.num_rotated;
-  const int64_t kv_row = step.slots[token] * layer.num_kv_heads * d;
-  const T* cosine = static_cast<const T*>(step.cosine) + token * r;
-  const T* sine = static_cast<const T*>(step.sine) + token * r;
-  T* normed = scratch<T, 7>(d);
-  for (int64_t head = 0; head < layer.num_heads + layer.num_kv_heads; head++) {
-    const T* state = states + head * d;
-    const int64_t kv_head = head - layer.num_heads;
-    T* to = kv_head < 0 ? query + head * d : keys + kv_row + kv_head * d;
-    const T* weight = static_cast<const T*>(layer.head_norm) + head * d;
-    if (layer.head_norm && !layer.norm_after_rotary) {
-      norm_row(state, weight, d, layer.eps, normed);
-      state = normed;
-    }
-    for (int64_t i = 0; i < r; i++) {
-      const int64_t other = layer.is_interleaved ? i ^ 1 : i < r / 2 ? i + r / 2 : i - r / 2;
-      store_one(to + i, to_float(state[i]) * to_float(cosine[i]) +
-                            to_float(state[other]) * to_float(sine[i]));
-    }
-    std::copy(state + r, state + d, to + r);
-    if (layer.head_norm && layer.norm_after_rotary) {
-      norm_row(to, weight, d, layer.eps, normed);
-      std::copy(normed, normed + d, to);
-    }
-  }
-  const T* own = states + (layer.num_heads + layer.num_kv_heads) * d;
-  std::copy(own, own + layer.num_kv_heads * d, values + kv_row);
-}
-
-// out[h] += sum over tokens of weights[h][token] value[token], for HT heads and CT x 16 dims.
-template <int HT, int CT, class T>
-INLINE void weigh(const float* weights, int64_t stride, const T* const* values, int64_t count,
-                  int64_t d, float* out) {
-  Vec acc[HT][CT];
-  for (int h = 0; h < HT; h++)
-    for (int c = 0; c < CT; c++) acc[h][c] = load(out + h * d + c * LANES);
-  for (int64_t t = 0; t < count; t++) {
-    Vec value[CT];
-    for (int c = 0; c < CT; c++) value[c] = load(values[t] + c * LANES);
-    for (int h = 0; h < HT; h++)
-      for (int c = 0; c < CT; c++) acc[h][c] += value[c] * weights[h * stride + t];
-  }
-  for (int h = 0; h < HT; h++)
-    for (int c = 0; c < CT; c++) store(out + h * d + c * LANES, acc[h][c]);
-}
-
-// The query heads of one KV head, for one token: scores, softmax, weighted sum of values.
-template <class T>
-void attend(const AttentionLayer& layer, const StepState& step, int64_t decode, int64_t kv_head,
-            const T* query, const T* keys, const T* values, T* out) {
-  const int64_t d = layer.head_dim, heads = layer.num_heads / layer.num_kv_heads;
-  const int64_t token = step.decode_rows ? step.decode_rows[decode] : decode;
-  const int64_t context = step.positions[token] + 1;
-  const int64_t start = layer.window && context > layer.window ? context - layer.window : 0;
-  const int64_t count = context - start, padded = (count + LANES - 1) / LANES * LANES;
-  const int64_t* table = step.tables + decode * step.table_width;
-  auto row_of = [&](int64_t position) {
-    const int64_t block = table[position / step.block_size];
-    return ((block * step.block_size + position % step.block_size) * layer.num_kv_heads + kv_head) * d;
-  };
-  const int64_t first_head = token * layer.num_heads + kv_head * heads;
-  float* scores = scratch<float, 8>(heads * padded);
-  float* queries = scratch<float, 9>(heads * d);
-  float* sums_out = scratch<float, 10>(heads * d);
-  for (int64_t i = 0; i < heads * d; i += LANES)
-    store(queries + i, load(query + first_head * d + i) * layer.scale);
-  for (int64_t base = 0; base < padded; base += LANES) {
-    const T* rows[LANES];
-    for (int64_t j = 0; j < LANES; j++)
-      rows[j] = keys + row_of(start + std::min(base + j, count - 1));
-    for (int64_t h = 0; h < heads; h++) {
-      Vec parts[LANES];
-      for (int j = 0; j < LANES; j++) {
-        Vec part{};
-        for (int64_t c = 0; c < d; c += LANES) part += load(queries + h * d + c) * load(rows[j] + c);
-        parts[j] = part;
-      }
-      store(scores + h * padded + base, sums(parts));
-    }
-  }
-  for (int64_t h = 0; h < heads; h++) {
-    float* own = scores + h * padded;
-    float largest = *std::max_element(own, own + count);
-    const T* sinks = static_cast<const T*>(layer.sinks) + kv_head * heads;
-    if (layer.sinks) largest = std::max(largest, to_float(sinks[h]));
-    std::fill(own + count, own + padded, -INFINITY);
-    Vec total{};
-    for (int64_t i = 0; i < padded; i += LANES) {
-      Vec weight = exponential(load(own + i) - largest);
-      store(own + i, weight);
-      total += weight;
-    }
-    float divisor = sum(total);
-    if (layer.sinks) divisor += exponential(broadcast(to_float(sinks[h]) - largest))[0];
-    for (int64_t i = 0; i < padded; i += LANES) store(own + i, load(own + i) / divisor);
-  }
-  std::fill(sums_out, sums_out + heads * d, 0.0f);
-  for (int64_t base = 0; base < count; base += LANES) {
-    const int64_t size = std::min<int64_t>(LANES, count - base);
-    const T* rows[LANES];
-    for (int64_t c = 0; c < d;) {
-      for (int64_t j = 0; j < size; j++) rows[j] = values + row_of(start + base + j) + c;
-      const bool wide = d - c >= 4 * LANES;
-      for (int64_t h = 0; h < heads;) {
-        const bool several = heads - h >= 4;
-        const float* weights = scores + h * padded + base;
-        float* to = sums_out + h * d + c;
-        if (several && wide) weigh<4, 4>(weights, padded, rows, size, d, to);
-        else if (several) weigh<4, 1>(weights, padded, rows, size, d, to);
-        else if (wide) weigh<1, 4>(weights, padded, rows, size, d, to);
-        else weigh<1, 1>(weights, padded, rows, size, d, to);
-        h += several ? 4 : 1;
-      }
-      c += wide ? 4 * LANES : LANES;
-    }
-  }
-  for (int64_t i = 0; i < heads * d; i += LANES) store(out + first_head * d + i, load(sums_out + i));
-}
-
-enum Phases { INPUT = 1, DECODE = 2, OUTPUT = 4 };
-
-// What `phases` say of: queries from `hidden` and K and V into the cache; decodes attend; `hidden`
-// plus what the output projection makes of `attended`.
-template <class T>
-void attention(int num_threads, int64_t phases, const AttentionLayer& layer, const StepState& step,
-               T* hidden, T* query, T* attended, T* keys, T* values) {
-  const int64_t size = layer.qkv.num_inputs, width = layer.qkv.num_outputs;
-  const int64_t num_tokens = step.num_tokens;
-  const int64_t query_size = layer.num_heads * layer.head_dim;
-  T* normed = scratch<T, 0>(num_tokens * size);
-  T* states = scratch<T, 1>(num_tokens * width);
-  Tasks norms, products, heads, decodes, outputs;
-  parallel(num_threads, [&](Team team) {
-    if (phases & INPUT) {
-      norms.each(num_tokens, [&](int64_t token) {
-        norm_row(hidden + token * size, static_cast<const T*>(layer.input_norm), size, layer.eps,
-                 normed + token * size);
-      });
-      team.barrier();
-      multiply(products, layer.qkv, normed, num_tokens,
-               [&](int64_t row, int64_t column, const float* sums, int count) {
-                 convert(sums, states + row * width + column, count);
-               });
-      team.barrier();
-      heads.each(num_tokens, [&](int64_t token) {
-        finish_heads(layer, step, token, states + token * width, query + token * query_size, keys,
-                     values);
-      });
-      team.barrier();
-    }
-    if (phases & DECODE) {
-      decodes.each(step.num_decodes * layer.num_kv_heads, [&](int64_t task) {
-        attend(layer, step, task / layer.num_kv_heads, task % layer.num_kv_heads, query, keys,
-               values, attended);
-      });
-      team.barrier();
-    }
-    if (phases & OUTPUT)
-      multiply(outputs, layer.output, attended, num_tokens,
-               [&](int64_t row, int64_t column, const float* sums, int count) {
-                 T* to = hidden + row * size + column;
-                 T part[PANEL_SIZE];
-                 convert(sums, part, count);
-                 for (int i = 0; i < count; i++)
-                   store_one(to + i, to_float(to[i]) + to_float(part[i]) * layer.residual_scale);
-               });
-  });
-}
-
 // --- What binding.py calls --------------------------------------------------------------------
 
 struct Arguments {
@@ -462,11 +246,20 @@ void moed_experts(const Arguments* arguments, const ExpertLayer* layer, const vo
                    (T*)out))
 }
 
-void moed_attention(const Arguments* arguments, int64_t phases, const AttentionLayer* layer,
-                    const StepState* step, void* hidden, void* query, void* attended, void* keys,
-                    void* values) {
-  BY_DTYPE(attention(arguments->num_threads, phases, *layer, *step, (T*)hidden, (T*)query,
-                     (T*)attended, (T*)keys, (T*)values))
+void moed_attend(const Arguments* arguments, const AttentionLayer* layer, const StepState* step,
+                 const void* query, const void* keys, const void* values, void* out) {
+  const std::vector<Piece> parts = parts_of(*layer, *step);
+  Tasks tasks;
+  BY_DTYPE(parallel(arguments->num_threads, [&](Team) {
+    attend_all(tasks, parts, *layer, *step, (const T*)query, (const T*)keys, (const T*)values,
+               (T*)out);
+  }))
+}
+
+void moed_attention(const Arguments* arguments, const AttentionLayer* layer, const StepState* step,
+                    void* hidden, void* query, void* attended, void* keys, void* values) {
+  BY_DTYPE(attention(arguments->num_threads, *layer, *step, (T*)hidden, (T*)query, (T*)attended,
+                     (T*)keys, (T*)values))
 }
 
 }  // extern "C"

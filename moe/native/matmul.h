@@ -107,11 +107,3 @@ void multiply(Tasks& tasks, const Matrix& weight, const T* input, int64_t num_ro
     }
   });
 }
-
-// `count` numbers in another dtype.
-template <class T>
-INLINE void convert(const float* from, T* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
-  for (; i < count; i++) store_one(to + i, from[i]);
-}
