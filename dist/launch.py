@@ -22,6 +22,10 @@ class LaunchEnvironment:
     store_port: int
     """Where the ranks meet: a `TCPStore`."""
     launcher: Literal["moed", "torchrun"]
+    epoch: int = 0
+    """How often the group has been formed anew."""
+    all_are_here: bool = False
+    """The other ranks are known to wait for this one: none still has to start."""
 
     @property
     def is_single_node(self) -> bool:

@@ -1,21 +1,28 @@
 """The wire between the front end and the engines: ZeroMQ, one socket each, typed messages only.
 
-The front end binds a ROUTER; each engine connects a DEALER named after its rank. Order is kept per
-engine. An engine speaks first (`RankProgress`), since a ROUTER can only write to peers that it has
-heard.
+The front end binds a ROUTER; each engine connects a DEALER named after its rank and the epoch of
+its group, so that nothing of an older epoch reaches anybody. Order is kept per engine. An engine
+speaks first (`RankProgress`), since a ROUTER can only write to peers that it has heard.
 """
 
 import asyncio
 import logging
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from moed.config.errors import PeerLost
-from moed.server.messages import FromEngine, ToEngine
+from moed.server.messages import (
+    FromEngine,
+    FrontendReplaced,
+    NewFrontend,
+    RankReady,
+    ToEngine,
+    Wake,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +38,31 @@ _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
-def _identity(rank: int) -> bytes:
-    return b"rank-%d" % rank
+def _identity(rank: int, epoch: int) -> bytes:
+    return b"rank-%d-%d" % (rank, epoch)
+
+
+def epoch_of(identity: bytes) -> int:
+    """-1 for what no rank is called."""
+    number = identity.rpartition(b"-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def first_wake_number(frontend_number: int) -> int:
+    """Above all numbers of the front ends before it."""
+    return frontend_number << 32
+
+
+class Orders(Protocol):
+    """What is needed of `moed.server.orders.Orders`."""
+
+    wake_fd: int
+
+    def check(self) -> None: ...
+
+    def clear_wake(self) -> None: ...
+
+    def take_frontend(self) -> NewFrontend | None: ...
 
 
 def _configure(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
@@ -45,32 +75,66 @@ def _configure(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
 class EngineChannel:
     """The engine's end. Not thread-safe: only the engine's loop uses it."""
 
-    def __init__(self, address: str, rank: int) -> None:
+    def __init__(self, address: str, rank: int, epoch: int, orders: Orders | None) -> None:
+        """`orders` of a launcher that can form the group anew; None: there is none."""
         self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket)
-        self._socket.setsockopt(zmq.IDENTITY, _identity(rank))
-        self._socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_S * 1000)
-        self._socket.connect(address)
+        self._identity = _identity(rank, epoch)
+        self._orders = orders
+        self._ready: RankReady | None = None
         self._encoder = msgspec.msgpack.Encoder()
+        self._poller = zmq.Poller()
+        if orders is not None:
+            self._poller.register(orders.wake_fd, zmq.POLLIN)
+        self._socket = self._connect(address)
+
+    def _connect(self, address: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.DEALER)
+        _configure(socket)
+        socket.setsockopt(zmq.IDENTITY, self._identity)
+        socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_S * 1000)
+        socket.connect(address)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
 
     def receive(self) -> list[ToEngine]:
-        """All messages that have arrived, in order; never blocks."""
+        """All messages that have arrived, in order; never blocks. Raises `GroupLeft` when the group
+        is formed anew.
+        """
         messages: list[ToEngine] = []
+        if self._orders is not None:
+            self._orders.check()
+            if (new := self._orders.take_frontend()) is not None:
+                self._turn_to(new.address)
+                messages += [FrontendReplaced(), Wake(first_wake_number(new.number))]
         while True:
             try:
                 messages.append(_to_engine.decode(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return messages
 
-    def wait(self, timeout_s: float) -> bool:
-        """Block, without using the CPU, until a message is there (True) or the time is over
-        (False).
+    def _turn_to(self, address: str) -> None:
+        """What was on its way to the old front end is dropped; the new one is told as much as it
+        needs.
         """
-        return bool(self._socket.poll(int(timeout_s * 1000)))
+        self._poller.unregister(self._socket)
+        self._socket.close(linger=0)
+        self._socket = self._connect(address)
+        if self._ready is not None:
+            self.send(self._ready)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block, without using the CPU, until a message or an order is there (True) or the time is
+        over (False).
+        """
+        found = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._orders is not None and self._orders.wake_fd in found:
+            self._orders.clear_wake()
+        return bool(found)
 
     def send(self, message: FromEngine) -> None:
         """Queue one message. Raises `PeerLost` when the front end has not read for long."""
+        if isinstance(message, RankReady):
+            self._ready = message
         try:
             self._socket.send(self._encoder.encode(message))
         except zmq.Again:
@@ -87,7 +151,7 @@ class EngineChannel:
 class FrontendChannel:
     """The front end's end, for one asyncio loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, epoch: int) -> None:
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket)
@@ -98,15 +162,29 @@ class FrontendChannel:
         # The same socket, read without the event loop.
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self._received: deque[list[bytes]] = deque()
+        self._epoch = epoch
+        # Of an epoch that the launcher has not told of yet.
+        self._early: list[list[bytes]] = []
+
+    def start_epoch(self, epoch: int) -> None:
+        """Hear and address the ranks of `epoch` alone from now on."""
+        self._epoch = epoch
+        self._received.extendleft(reversed(self._early))
+        self._early = []
 
     async def receive(self) -> FromEngine:
-        """The next message of any engine. Raises `asyncio.CancelledError` as usual."""
-        if not self._received:
-            await asyncio.sleep(0)
-            if not self._take_what_is_there():
-                self._received.append(await self._socket.recv_multipart())
-        _, payload = self._received.popleft()
-        return _from_engine.decode(payload)
+        """The next message of any engine of this epoch. Raises `CancelledError` as usual."""
+        while True:
+            if not self._received:
+                await asyncio.sleep(0)
+                if not self._take_what_is_there():
+                    self._received.append(await self._socket.recv_multipart())
+            frames = self._received.popleft()
+            epoch = epoch_of(frames[0])
+            if epoch == self._epoch:
+                return _from_engine.decode(frames[1])
+            if epoch > self._epoch:
+                self._early.append(frames)
 
     def _take_what_is_there(self) -> bool:
         """Messages that can be had without waiting: waiting costs more than a message does."""
@@ -120,9 +198,8 @@ class FrontendChannel:
     def send(self, rank: int, message: ToEngine) -> None:
         """Queue one message for an engine that has spoken before; order is kept. A lost engine is
         only logged: the launcher tells of it on its own way."""
-        sent = asyncio.ensure_future(
-            self._socket.send_multipart([_identity(rank), self._encoder.encode(message)])
-        )
+        frames = [_identity(rank, self._epoch), self._encoder.encode(message)]
+        sent = asyncio.ensure_future(self._socket.send_multipart(frames))
         sent.add_done_callback(lambda done: self._log_failure(rank, done))
 
     @staticmethod

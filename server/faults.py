@@ -1,6 +1,7 @@
 """Faults on demand, for tests: parsed from `EngineConfig.fault_injection`.
 
-`kill:rank=1:step=20` SIGKILL in that step; `raise:rank=1:step=5` an exception in it;
+`kill:rank=1:step=20` SIGKILL in that step; `raise:rank=1:step=5` an exception in it; both in the
+first epoch only. `kill_again:rank=1:step=5` SIGKILL in that step of every epoch.
 `fail_load:rank=1` loading fails; `kv_blocks:rank=1:blocks=48` that many KV blocks on that rank.
 Several are joined by `;`.
 """
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 ARGUMENTS = {
     "kill": ("rank", "step"),
     "raise": ("rank", "step"),
+    "kill_again": ("rank", "step"),
     "fail_load": ("rank",),
     "kv_blocks": ("rank", "blocks"),
 }
@@ -35,8 +37,9 @@ class Fault:
 class Faults:
     """The faults of one rank; does nothing when there are none."""
 
-    def __init__(self, text: str | None, rank: int) -> None:
+    def __init__(self, text: str | None, rank: int, epoch: int) -> None:
         """Raises `ConfigError` for what cannot be parsed."""
+        self._epoch = epoch
         every = [_parse(part.strip()) for part in (text or "").split(";") if part.strip()]
         self._own = [fault for fault in every if fault.arguments["rank"] == rank]
         for fault in self._own:
@@ -47,8 +50,17 @@ class Faults:
         for fault in self._of("fail_load"):
             raise ModelError(f"injected fault {fault.text}: the model could not be loaded")
 
+    def on_rejoin(self) -> None:
+        """The group is another one."""
+        self._epoch += 1
+
     def on_step(self, step_id: int) -> None:
         """Ends the process, or raises `RuntimeError`, in the step that was named."""
+        for fault in self._of("kill_again"):
+            if fault.arguments["step"] == step_id:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self._epoch:
+            return
         for fault in self._of("raise"):
             if fault.arguments["step"] == step_id:
                 raise RuntimeError(f"injected fault {fault.text}")

@@ -25,7 +25,7 @@ from moed.server.channel import FrontendChannel
 from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
-from moed.server.lifecycle import die_with_parent
+from moed.server.lifecycle import FrontendPlace, die_with_parent
 from moed.server.logs import setup_logging
 from moed.server.messages import (
     Drain,
@@ -35,6 +35,7 @@ from moed.server.messages import (
     GroupReady,
     RankLost,
     RankReady,
+    Regrouping,
     Serving,
     StopNow,
     ToFrontend,
@@ -58,7 +59,7 @@ _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 def run_frontend(
     config: EngineConfig,
     http_socket: socket.socket,
-    channel_address: str,
+    place: FrontendPlace,
     launcher_pipe: Connection,
 ) -> None:
     """Target of the front end's process; returns after a stop."""
@@ -71,7 +72,7 @@ def run_frontend(
     # uvicorn's own story of its start; the launcher tells it better.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").addFilter(is_worth_logging)
-    frontend = Frontend(config, http_socket, channel_address, launcher_pipe)
+    frontend = Frontend(config, http_socket, place, launcher_pipe)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(frontend.serve())
@@ -129,12 +130,12 @@ class Frontend:
         self,
         config: EngineConfig,
         http_socket: socket.socket,
-        channel_address: str,
+        place: FrontendPlace,
         launcher_pipe: Connection,
     ) -> None:
         self._config = config
         self._http_socket = http_socket
-        self._channel_address = channel_address
+        self._place = place
         self._pipe = launcher_pipe
         self._commands: asyncio.Queue[ToFrontend] = asyncio.Queue()
         self._is_serving = False
@@ -142,10 +143,10 @@ class Frontend:
 
     async def serve(self) -> None:
         """Serve until `StopNow`, or until the launcher is gone."""
-        channel = FrontendChannel(self._channel_address)
+        channel = FrontendChannel(self._place.address, self._place.epoch)
         health = Health(self._config.parallel.world_size)
         metrics = Metrics(self._config)
-        self._engine = EngineClient(self._config, channel, health, metrics)
+        self._engine = EngineClient(self._config, channel, health, metrics, place=self._place)
         observability, tracing = self._config.server.observability, None
         if observability.log_requests:
             self._engine.on_request_end.append(log_request)
@@ -229,12 +230,15 @@ class Frontend:
         self._check_ready()
 
     def _check_ready(self) -> None:
-        if self._state.health.is_ready and self._is_serving and not self._has_announced:
+        # Also when it leaves meanwhile: the ranks must know that their group is complete.
+        is_complete = self._state.health.is_complete
+        if is_complete and self._is_serving and not self._has_announced:
             self._has_announced = True
             self._tell(
                 GroupReady(
                     num_kv_blocks=self._engine.num_kv_blocks,
                     max_model_len=self._engine.context_length,
+                    epoch=self._engine.epoch,
                 )
             )
 
@@ -265,6 +269,8 @@ class Frontend:
                     num_unfinished = self._engine.lose_group(error)
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     self._tell(Drained(num_unfinished=num_unfinished))
+                case Regrouping(epoch, rank, error):
+                    self._on_regrouping(epoch, rank, error)
                 case Drain():
                     self._state.health.drain()
                     draining = draining or asyncio.create_task(self._drain())
@@ -276,6 +282,12 @@ class Frontend:
                     self._engine.shut_down()
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     return
+
+    def _on_regrouping(self, epoch: int, rank: int, error: str) -> None:
+        self._state.health.recover(rank, error)
+        self._state.metrics.on_regroup(rank)
+        self._engine.hold(epoch)
+        self._has_announced = False
 
     async def _drain(self) -> None:
         """Let open requests finish within the timeout, then have all ranks leave together."""

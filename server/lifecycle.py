@@ -6,7 +6,21 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from multiprocessing.connection import wait
+
+
+@dataclass(frozen=True)
+class FrontendPlace:
+    """What a front end must know of those before it."""
+
+    address: str
+    """Where it listens for the ranks."""
+    number: int
+    """How many there have been before."""
+    epoch: int
+    """Of the group of ranks."""
+
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 

@@ -28,7 +28,7 @@ from moed.server.launcher import (
     runtime_folder,
     start_frontend,
 )
-from moed.server.lifecycle import describe_exit
+from moed.server.lifecycle import FrontendPlace, describe_exit
 from moed.server.logs import setup_logging
 from moed.server.messages import (
     Drain,
@@ -117,7 +117,7 @@ class FrontendThread:
     def __init__(self, config: EngineConfig, http_socket: socket.socket, address: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, far_end = context.Pipe()
-        arguments = (config, http_socket, address, far_end)
+        arguments = (config, http_socket, FrontendPlace(address, 0, 0), far_end)
         self._process: SpawnProcess = context.Process(
             name="moed-http", target=start_frontend, args=arguments
         )

@@ -26,7 +26,7 @@ class Availability:
             await self._app(scope, receive, send)
             return
         health = self._state.health
-        if not health.is_ready:
+        if not (health.is_ready or health.holds_requests):
             await error_response(self._refusal())(scope, receive, send)
             return
         with self._state.open_requests:
@@ -34,7 +34,7 @@ class Availability:
 
     def _refusal(self) -> Unavailable:
         health = self._state.health
-        starting = health.phase is Phase.STARTING
+        starting = health.phase in (Phase.STARTING, Phase.RECOVERING)
         error = Unavailable(
             f"requests are not served now: {health.reason}",
             STARTING_RETRY_S if starting else STOPPED_RETRY_S,

@@ -21,6 +21,7 @@ from moed.config.engine_config import EngineConfig
 from moed.server.api.state import AppState
 from moed.server.ended_requests import EndedRequest
 from moed.server.frontend import Frontend
+from moed.server.lifecycle import FrontendPlace
 from moed.server.messages import AddRequest, FromFrontend, ToFrontend, TokenOutput
 from tests.server.http.fake_engine import FakeEngine
 
@@ -42,7 +43,7 @@ class Served:
         limits = httpx.Limits(max_connections=200)
         self.http = httpx.Client(base_url=self.url, timeout=20, limits=limits, verify=trust)
         self.pipe, far_end = multiprocessing.Pipe()
-        self._frontend = Frontend(config, self._socket, address, far_end)
+        self._frontend = Frontend(config, self._socket, FrontendPlace(address, 0, 0), far_end)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._ready = ready
