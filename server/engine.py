@@ -32,6 +32,7 @@ from moed.server.grammar_masks import NO_MASKS, GrammarMasks
 from moed.server.graph_inputs import GraphInputs
 from moed.server.graph_runner import GraphRunner
 from moed.server.graphs import recorder_for
+from moed.server.heartbeats import Heartbeat
 from moed.server.kv_sizing import MIB, decide_max_model_len, own_num_blocks
 from moed.server.member_loop import MemberLoop, run_warm_up
 from moed.server.messages import AddRequest, RankProgress, RankReady, SamplingParams
@@ -39,6 +40,7 @@ from moed.server.model_runner import ModelRunner, Runner
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler
 from moed.server.step_plan import StepPlan, StepPlans
+from moed.server.watched import WatchedAgreement, WatchedBackend
 from moed.server.window_blocks import WindowBlocks
 
 logger = logging.getLogger(__name__)
@@ -51,8 +53,12 @@ WARM_UP_STEP_ID = 0
 class Engine:
     """`start`, then `run`, on every rank of the group."""
 
-    def __init__(self, config: EngineConfig, groups: Groups, channel: Channel) -> None:
+    def __init__(
+        self, config: EngineConfig, groups: Groups, channel: Channel, heartbeat: Heartbeat | None
+    ) -> None:
+        """`heartbeat`: where a watchdog looks; None: there is none."""
         self._config = config
+        self._heartbeat = heartbeat
         self._groups = groups
         self._channel = channel
         self._device = groups.compute_device
@@ -85,7 +91,7 @@ class Engine:
             self._device,
             has_window_blocks=blocks.window_blocks is not None,
         )
-        agreement = Agreement(self._groups, self._config.parallel, self._config.digest())
+        agreement = self._agreement()
         self._progress("warming up")
         reports = ExpertReports(self._groups.rank, model, self._channel.send)
         if self._groups.tensor_rank:
@@ -151,6 +157,12 @@ class Engine:
         if self._backend is not None:
             self._backend.close()
 
+    def _agreement(self) -> Agreement:
+        """Collective."""
+        if self._heartbeat is not None:
+            return WatchedAgreement(self._groups, self._config, self._heartbeat)
+        return Agreement(self._groups, self._config.parallel, self._config.digest())
+
     def _grammar_masks(self) -> GrammarMasks:
         """Made once: it has a thread and compiled grammars, and of requests only what it can
         rebuild.
@@ -173,6 +185,8 @@ class Engine:
             self._device,
         )
         check_backend(self._backend, self._groups, config, placement)
+        if self._heartbeat is not None:
+            self._backend = WatchedBackend(self._backend, self._heartbeat)
         if self._model is not None:
             self._progress("waiting for the ranks that load the model")
             self._model.join(self._groups, self._backend)

@@ -223,7 +223,7 @@ class EngineClient:
         self._num_members = config.parallel.tensor_parallel_size
         self._balancer = Balancer(self._num_ranks)
         self._choices: dict[str, OpenChoice] = {}
-        self._wake_number = first_wake_number(place.number)
+        self.wake_number = first_wake_number(place.number)
         self._is_stopped = False
         self.epoch = place.epoch
         """Of the group that is there, or being formed."""
@@ -236,6 +236,8 @@ class EngineClient:
         self.num_kv_blocks = 0
         """Per rank; 0 until the ranks are ready."""
         self._drain_rate = DrainRate()
+        self.on_wake: Callable[[int], None] = lambda wake_number: None
+        """Called with each wake number that the ranks are told."""
         self.on_request_end: list[Callable[[EndedRequest], None]] = []
         """All called with each HTTP request whose choices have all ended."""
 
@@ -448,9 +450,10 @@ class EngineClient:
         self._channel.send(rank * self._num_members, message)
 
     def _wake(self) -> None:
-        self._wake_number += 1
+        self.wake_number += 1
         for process in range(self._num_processes):
-            self._channel.send(process, Wake(self._wake_number))
+            self._channel.send(process, Wake(self.wake_number))
+        self.on_wake(self.wake_number)
 
     # Another group -------------------------------------------------------------------------------
 

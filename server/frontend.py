@@ -5,6 +5,7 @@ ready, drains and stops as the launcher says.
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ from moed.server.health import Health
 from moed.server.lifecycle import FrontendPlace, die_with_parent
 from moed.server.logs import setup_logging
 from moed.server.messages import (
+    Active,
     Drain,
     Drained,
     FromFrontend,
@@ -35,6 +37,7 @@ from moed.server.messages import (
     GroupReady,
     RankLost,
     RankReady,
+    RankSlow,
     Regrouping,
     Serving,
     StopNow,
@@ -52,6 +55,7 @@ FLUSH_S = 1.0
 CLOSE_S = 1
 KEEP_CONNECTION_S = 75
 DATE_RENEWAL_S = 1.0
+WAKE_INTERVAL_S = 1.0
 
 _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 
@@ -139,6 +143,8 @@ class Frontend:
         self._pipe = launcher_pipe
         self._commands: asyncio.Queue[ToFrontend] = asyncio.Queue()
         self._is_serving = False
+        self._told_wake_at = -math.inf
+        self._wake_timer: asyncio.TimerHandle | None = None
         self._has_announced = False
 
     async def serve(self) -> None:
@@ -147,6 +153,7 @@ class Frontend:
         health = Health(self._config.parallel.world_size)
         metrics = Metrics(self._config)
         self._engine = EngineClient(self._config, channel, health, metrics, place=self._place)
+        self._engine.on_wake = self._on_wake
         observability, tracing = self._config.server.observability, None
         if observability.log_requests:
             self._engine.on_request_end.append(log_request)
@@ -271,6 +278,8 @@ class Frontend:
                     self._tell(Drained(num_unfinished=num_unfinished))
                 case Regrouping(epoch, rank, error):
                     self._on_regrouping(epoch, rank, error)
+                case RankSlow(error):
+                    self._state.health.stall(error)
                 case Drain():
                     self._state.health.drain()
                     draining = draining or asyncio.create_task(self._drain())
@@ -283,7 +292,20 @@ class Frontend:
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     return
 
-    def _on_regrouping(self, epoch: int, rank: int, error: str) -> None:
+    def _on_wake(self, wake_number: int) -> None:
+        """Tell the launcher, which watches the ranks then: at most once in `WAKE_INTERVAL_S`."""
+        if self._wake_timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        wait_s = self._told_wake_at + WAKE_INTERVAL_S - loop.time()
+        self._wake_timer = loop.call_later(max(0.0, wait_s), self._tell_wake)
+
+    def _tell_wake(self) -> None:
+        self._wake_timer = None
+        self._told_wake_at = asyncio.get_running_loop().time()
+        self._tell(Active(self._engine.wake_number))
+
+    def _on_regrouping(self, epoch: int, rank: int | None, error: str) -> None:
         self._state.health.recover(rank, error)
         self._state.metrics.on_regroup(rank)
         self._engine.hold(epoch)

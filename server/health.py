@@ -8,6 +8,7 @@ from typing import Any
 class Phase(StrEnum):
     STARTING = "starting"
     READY = "ready"
+    STALLED = "stalled"
     RECOVERING = "recovering"
     DRAINING = "draining"
     FAILED = "failed"
@@ -88,11 +89,19 @@ class Health:
             self._go_on()
         return self.is_ready or self.phase is Phase.RECOVERING
 
-    def recover(self, rank: int, error: str) -> None:
+    def stall(self, error: str) -> None:
+        """The ranks do not get on, and may yet; `error` is empty once they do again."""
+        if self.phase is Phase.READY and error:
+            self.phase, self._reason, self.holds_requests = Phase.STALLED, error, True
+        elif self.phase is Phase.STALLED and not error:
+            self._go_on()
+
+    def recover(self, rank: int | None, error: str) -> None:
         """A rank is gone, and the group is formed anew."""
         for other in self.ranks:
             other.is_up, other.phase = False, "joining the new group"
-        self.ranks[rank].phase = "lost, starting again"
+        if rank is not None:
+            self.ranks[rank].phase = "lost, starting again"
         if self._is_leaving or self.phase in (Phase.STARTING, Phase.FAILED):
             return
         self.holds_requests = not self._is_held

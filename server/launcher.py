@@ -30,12 +30,14 @@ from moed.config.engine_config import EngineConfig, ServerConfig
 from moed.config.errors import ConfigError, ModelError, UsageError
 from moed.server.lifecycle import FrontendPlace, describe_exit, die_with_parent
 from moed.server.messages import (
+    Active,
     Drain,
     Drained,
     FromFrontend,
     FrontendFailure,
     GroupReady,
     RankLost,
+    RankSlow,
     Regrouping,
     Serving,
     StopNow,
@@ -44,6 +46,7 @@ from moed.server.messages import (
 from moed.server.rank_group import RankGroup
 from moed.server.rank_process import Rank
 from moed.server.restarts import WINDOW_S, RestartBudget
+from moed.server.watchdog import Stall, ask_for_stacks, describe
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +159,7 @@ class Supervisor:
         self._frontend_pipe: Connection | None = None
         self._frontend_failure: FrontendFailure | None = None
         self._signals: list[int] = []
-        self._has_been_ready = False
+        self._has_been_ready = self._is_stalled = False
         # Signals only write a byte here, so that `wait` wakes up; the watch loop decides.
         self._signal_reader, self._signal_writer = self._context.Pipe(duplex=False)
 
@@ -213,15 +216,14 @@ class Supervisor:
                 return exit_code
             self._wait_for_news(self._group.time_left_s)
 
+    @property
+    def _recovers(self) -> bool:
+        return self._config.server.recovery.on_rank_failure == "recover"
+
     def _look_after_ranks(self, ended: list[Rank]) -> int | None:
         """Form the group anew where that is due. Returns the exit code where it is of no use."""
         if not ended:
-            reason = self._group.advance()
-            if reason is not None:
-                if not self._budget.take():
-                    return self._end_with_ranks(self._group.ranks[:1])
-                self._form_anew([], 0, reason)
-            return None
+            return self._look_at_progress()
         if not self._can_recover(ended):
             return self._end_with_ranks(ended)
         for rank in ended:
@@ -230,7 +232,41 @@ class Supervisor:
         self._form_anew(ended, ended[0].rank, "; ".join(rank.report() for rank in ended))
         return None
 
-    def _form_anew(self, lost: list[Rank], rank: int, reason: str) -> None:
+    def _look_at_progress(self) -> int | None:
+        """All processes are there: do they get on?"""
+        reason = self._group.advance()
+        stall = self._group.look()
+        if stall is None and self._is_stalled:
+            self._tell_frontend(RankSlow(""))
+        elif stall is not None and not self._is_stalled:
+            self._tell_of_stall(stall)
+        self._is_stalled = stall is not None
+        if stall is not None and self._group.watchdog.is_late(stall):
+            if stall.rank is not None:
+                rank = self._group.ranks[stall.rank]
+                rank.end(describe(stall, rank.process.pid))
+                return self._look_after_ranks(self._group.ended)
+            reason = describe(stall, None)
+        if reason is None:
+            return None
+        if not self._may_try_again():
+            self._group.ranks[0].end(reason)
+            return self._end_with_ranks(self._group.ended)
+        self._form_anew([], None, reason)
+        return None
+
+    def _tell_of_stall(self, stall: Stall) -> None:
+        ranks = self._group.ranks
+        pids = [rank.process.pid or 0 for rank in ranks]
+        pid = None if stall.rank is None else pids[stall.rank]
+        text = describe(stall, pid)
+        limit_s = self._config.server.recovery.step_timeout_s
+        logger.warning("%s; at %g s it is ended (step_timeout)", text, limit_s)
+        self._tell_frontend(RankSlow(text))
+        for asked in pids if pid is None else [pid]:
+            logger.warning("process %d: %s", asked, ask_for_stacks(asked))
+
+    def _form_anew(self, lost: list[Rank], rank: int | None, reason: str) -> None:
         epoch = self._group.epoch + 1
         logger.error(
             "%s. Forming the group anew, as epoch %d (recovery %d of at most %d in %d minutes)",
@@ -238,15 +274,17 @@ class Supervisor:
         )
         # First of all, so that nothing of the new epoch comes to a front end that knows nothing.
         self._tell_frontend(Regrouping(epoch=epoch, rank=rank, error=reason))
+        self._is_stalled = False
         self._group.form_anew(lost)
 
     def _can_recover(self, ended: list[Rank]) -> bool:
         """Whether it is wanted, may help, and has not happened too often; takes one of those."""
-        if self._config.server.recovery.on_rank_failure == "exit" or not self._has_been_ready:
+        if not (self._recovers and self._has_been_ready):
             return False
         codes = {rank.failure.exit_code for rank in ended if rank.failure is not None}
-        if codes & FOR_GOOD:
-            return False
+        return not codes & FOR_GOOD and self._may_try_again()
+
+    def _may_try_again(self) -> bool:
         if self._budget.take():
             return True
         logger.error(
@@ -267,8 +305,7 @@ class Supervisor:
             logger.error("the HTTP front end failed: %s", failure.error)
             return failure.exit_code
         how = describe_exit(self._frontend.exitcode)
-        recovers = self._config.server.recovery.on_rank_failure == "recover"
-        if not (recovers and self._has_been_ready and self._budget.take()):
+        if not (self._recovers and self._has_been_ready and self._budget.take()):
             logger.error("the HTTP front end ended: %s", how)
             return EXIT_RANK_DIED
         logger.error("the HTTP front end ended: %s. Starting another one on the same port", how)
@@ -301,7 +338,11 @@ class Supervisor:
             while self._frontend_pipe.poll():
                 message = _from_frontend.decode(self._frontend_pipe.recv_bytes())
                 messages.append(message)
-                self._has_been_ready |= isinstance(message, GroupReady)
+                if isinstance(message, GroupReady):
+                    self._has_been_ready = True
+                    self._group.on_formed(message.epoch)
+                elif isinstance(message, Active):
+                    self._group.watchdog.on_wake(message.wake_number)
                 if isinstance(message, FrontendFailure):
                     self._frontend_failure = message
                 log_progress(self._config, self._http_socket, message)

@@ -305,7 +305,8 @@ class Regrouping(msgspec.Struct, frozen=True, tag="regrouping"):
     """A rank is gone, and the group is formed anew: requests are held until it is ready."""
 
     epoch: int
-    rank: int
+    rank: int | None
+    """None: all are there, and did not get on."""
     error: str
 
 

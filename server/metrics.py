@@ -108,9 +108,12 @@ class Metrics:
     def on_rank_lost(self, rank: int) -> None:
         self._ready.pop(rank, None)
 
-    def on_regroup(self, rank: int) -> None:
+    def on_regroup(self, rank: int | None) -> None:
         """`rank` was lost, and the group with it: ranks count from 0 again, these series do not."""
-        self.losses.labels(self._model_name, str(rank)).inc()
+        if rank is not None:
+            self.losses.labels(self._model_name, str(rank)).inc()
+        self.expert_loads.start_anew()
+        self.steps.start_anew()
         self._ready = {}
         num_steps = max((stats.num_steps for stats in self._stats.values()), default=0)
         for stats in self._stats.values():

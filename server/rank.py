@@ -1,6 +1,7 @@
 """The process of one DP rank: join the group, start the engine, run it, and say why it ended."""
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import signal
@@ -10,15 +11,17 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import MoedError, PeerLost
 from moed.dist.launch import LaunchEnvironment
+from moed.server.heartbeats import Heartbeat
 from moed.server.lifecycle import die_with_parent
 from moed.server.logs import setup_logging
 from moed.server.messages import PeerGone, RankFailure
 from moed.server.orders import Orders
+from moed.server.watchdog import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from moed.dist.groups import Groups
@@ -33,6 +36,7 @@ def run_rank(
     store_socket: socket.socket | None,
     channel_address: str,
     pipe: Connection,
+    heartbeats: Any,
 ) -> None:
     """Target of a rank's process. Rank 0 receives the store's listening socket; a rank of a later
     epoch than 0 is told by the launcher when to join, and gets it then.
@@ -42,12 +46,14 @@ def run_rank(
     die_with_parent()
     # A terminal's Ctrl-C reaches every process; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     server = config.server
     setup_logging(f"rank {environment.rank}", server.log_level, server.observability.log_format)
     orders = Orders(pipe, environment, channel_address)
     try:
         listen_fd = None if store_socket is None else store_socket.detach()
-        serve_epochs(config, environment, listen_fd, orders)
+        heartbeat = None if heartbeats is None else Heartbeat(heartbeats, environment.rank)
+        serve_epochs(config, environment, listen_fd, orders, heartbeat)
     except Exception as error:
         failure = describe_failure(environment.rank, error)
         with contextlib.suppress(OSError):
@@ -56,7 +62,11 @@ def run_rank(
 
 
 def serve_epochs(
-    config: EngineConfig, environment: LaunchEnvironment, listen_fd: int | None, orders: Orders
+    config: EngineConfig,
+    environment: LaunchEnvironment,
+    listen_fd: int | None,
+    orders: Orders,
+    heartbeat: Heartbeat | None,
 ) -> None:
     """Serve in one group after the other, as the launcher orders: weights and KV cache stay.
     Returns after a group-wide stop, raises what is this rank's own fault.
@@ -66,7 +76,7 @@ def serve_epochs(
     import torch
 
     torch.set_num_threads(config.parallel.num_threads)
-    life = _Life(config, orders, {"import": time.monotonic() - started})
+    life = _Life(config, orders, heartbeat, {"import": time.monotonic() - started})
     place = environment
     if environment.epoch and config.stays_in_process:
         place, listen_fd = orders.await_join(environment)
@@ -79,8 +89,15 @@ def serve_epochs(
 class _Life:
     """A rank through all its groups."""
 
-    def __init__(self, config: EngineConfig, orders: Orders, phases: dict[str, float]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        orders: Orders,
+        heartbeat: Heartbeat | None,
+        phases: dict[str, float],
+    ) -> None:
         """`phases`: seconds that its start has taken so far."""
+        self._heartbeat = heartbeat
         self._config = config
         self._orders = orders
         self._phases = phases
@@ -120,7 +137,7 @@ class _Life:
         channel = EngineChannel(orders.take_address(), place.rank, place.epoch, orders)
         orders.hold_channel(channel)
         if self._engine is None:
-            self._engine = Engine(config, groups, channel)
+            self._engine = Engine(config, groups, channel, self._heartbeat)
             self._engine.start(phases)
         else:
             self._engine.rejoin(groups, channel, phases)
@@ -149,7 +166,7 @@ def serve_rank(
         channel = EngineChannel(channel_address(groups), environment.rank, 0, None)
         try:
             phases = {"import": imported - started, "rendezvous": time.monotonic() - imported}
-            engine = Engine(config, groups, channel)
+            engine = Engine(config, groups, channel, None)
             engine.start(phases)
             engine.run()
         finally:

@@ -14,9 +14,11 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 
 from moed.config.engine_config import EngineConfig
 from moed.dist.launch import LaunchEnvironment
+from moed.server.heartbeats import make_heartbeats
 from moed.server.messages import Join, Leave, NewFrontend
 from moed.server.rank import run_rank
 from moed.server.rank_process import Rank
+from moed.server.watchdog import Stall, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,9 @@ class RankGroup:
         self._context = context
         self._spawn = spawn
         self._address = address
+        self._heartbeats = make_heartbeats(context, config.parallel.world_size)
+        self.watchdog = Watchdog(self._heartbeats, config.server.recovery.step_timeout_s)
+        self._formed_epoch = -1
         self.ranks: list[Rank] = []
         self.epoch = 0
         self._door_closes_at: float | None = None
@@ -73,7 +78,7 @@ class RankGroup:
         pipe, far_end = self._context.Pipe()
         own_socket = store_socket if rank == 0 else None
         arguments = (self._config, environment, own_socket, self._address, far_end)
-        process = self._spawn(f"moed-rank-{rank}", run_rank, arguments)
+        process = self._spawn(f"moed-rank-{rank}", run_rank, (*arguments, self._heartbeats))
         far_end.close()
         return Rank(rank, process, pipe, self.epoch)
 
@@ -95,11 +100,25 @@ class RankGroup:
     @property
     def time_left_s(self) -> float | None:
         """Until `advance` has something to do whatever anybody says; None: not at all."""
-        times = [self._door_closes_at]
+        now = time.monotonic()
+        times = [self.watchdog.time_left_s]
+        if self._door_closes_at is not None:
+            times.append(self._door_closes_at - now)
         if self._suspicious_since is not None:
-            times.append(self._suspicious_since + SUSPENSE_S)
-        known = [at for at in times if at is not None]
-        return max(0.0, min(known) - time.monotonic()) if known else None
+            times.append(self._suspicious_since + SUSPENSE_S - now)
+        known = [left for left in times if left is not None]
+        return max(0.0, min(known)) if known else None
+
+    def on_formed(self, epoch: int) -> None:
+        """All ranks of `epoch` are ready."""
+        self._formed_epoch = epoch
+
+    def look(self) -> Stall | None:
+        """What the watchdog has to tell."""
+        if self.watchdog.time_left_s is None:
+            return None
+        pids = [rank.process.pid or 0 for rank in self.ranks]
+        return self.watchdog.look(pids, self._formed_epoch == self.epoch)
 
     def turn_to_frontend(self, number: int, address: str) -> None:
         """Another front end will listen at `address`."""
@@ -113,9 +132,10 @@ class RankGroup:
         """Begin another epoch, with other processes for the `lost`."""
         self.epoch += 1
         self._suspicious_since = None
+        self.watchdog.on_new_group()
         if not self._config.stays_in_process:
             for rank in self.ranks:
-                rank.end()
+                rank.end(None)
                 rank.pipe.close()
             self.start()
             return
@@ -157,7 +177,7 @@ class RankGroup:
                 # One that was started for this epoch may take its time.
                 if rank.has_come_up:
                     logger.warning("rank %d cannot leave the old group: ending it", rank.rank)
-                    rank.end()
+                    rank.end(None)
                     self._replace(rank)
 
     def _suspicion(self) -> str | None:

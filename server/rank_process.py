@@ -29,6 +29,7 @@ class Rank:
     """The epoch at whose door it stands."""
     peer_gone: PeerGone | None = None
     """Of the last collective that failed there, though it is well itself."""
+    _reason: str | None = None
 
     def collect(self) -> None:
         """Take in what the rank has said."""
@@ -56,8 +57,9 @@ class Rank:
             with contextlib.suppress(OSError):
                 send_handle(self.pipe, store_socket.fileno(), self.process.pid)
 
-    def end(self) -> None:
-        """Now, whatever it is doing."""
+    def end(self, reason: str | None) -> None:
+        """Now, whatever it is doing; `reason` is what it reports, if that is not known better."""
+        self._reason = reason
         self.process.kill()
         self.process.join()
         self.collect()
@@ -69,6 +71,8 @@ class Rank:
 
     def report(self) -> str:
         """What went wrong, for a person."""
+        if self._reason is not None:
+            return f"{self._reason}, and was ended"
         if self.failure is None:
             return f"rank {self.rank} ended without a word: {describe_exit(self.process.exitcode)}"
         return f"rank {self.rank} failed: {self.failure.error}"

@@ -16,10 +16,16 @@ class StepMetrics:
         self._model_name = model_name
         self._clock = clock
         self._durations: dict[int, StepDurations] = {}
+        self._bases: dict[int, StepDurations] = {}
         self._last_told: dict[int, tuple[float, bool]] = {}
 
+    def start_anew(self) -> None:
+        """The ranks count from 0 again; these series do not."""
+        self._bases = dict(self._durations)
+
     def on_durations(self, durations: StepDurations) -> None:
-        self._durations[durations.rank] = durations
+        base = self._bases.get(durations.rank)
+        self._durations[durations.rank] = durations if base is None else _joined(base, durations)
 
     def on_stats(self, stats: RankStats) -> None:
         is_busy = bool(stats.num_running or stats.num_waiting)
@@ -49,6 +55,16 @@ class StepMetrics:
             seconds = self._clock() - told_at if is_busy else 0.0
             lag.add_metric((self._model_name, str(rank)), seconds)
         yield from (steps, waits, lag)
+
+
+def _joined(base: StepDurations, now: StepDurations) -> StepDurations:
+    steps = {phase: _sum(base.steps[phase], counts) for phase, counts in now.steps.items()}
+    return StepDurations(now.rank, steps, _sum(base.waits, now.waits))
+
+
+def _sum(one: DurationCounts, two: DurationCounts) -> DurationCounts:
+    counts = [a + b for a, b in zip(one.counts, two.counts, strict=True)]
+    return DurationCounts(counts, one.sum_s + two.sum_s)
 
 
 def _cumulated(durations: DurationCounts) -> tuple[list[tuple[str, float]], float]:

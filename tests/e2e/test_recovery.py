@@ -1,6 +1,7 @@
 """A process that is lost costs no request anything: what is open goes on, token by token."""
 
 import os
+import re
 import signal
 import time
 
@@ -37,6 +38,13 @@ def await_loss(daemon: Daemon, num_losses: int) -> None:
         time.sleep(0.005)
 
 
+def await_status(daemon: Daemon, status: str) -> None:
+    deadline = time.monotonic() + 20
+    while httpx.get(f"{daemon.url}/readyz", timeout=5).json()["status"] != status:
+        assert time.monotonic() < deadline, f"not {status}"
+        time.sleep(0.02)
+
+
 def assert_well(daemon: Daemon) -> None:
     """Serving, at rest, and all ranks have made the same steps."""
     daemon.wait_ready()
@@ -65,6 +73,124 @@ def test_a_killed_rank_costs_no_request_anything() -> None:
         # Nothing but the one rank was started again.
         assert (daemon.pid("http"), daemon.pid("rank-0")) == (front_end, survivor)
         assert daemon.metrics()["moed:rank_losses_total", 1] == 1
+
+
+def test_a_stopped_rank_is_named_and_ended() -> None:
+    with Daemon("--step-timeout", "2") as daemon:
+        daemon.wait_ready()
+        expected = undisturbed(daemon)
+        streams = start_all(daemon)
+        await_growth(streams, 8)
+        stopped = daemon.pid("rank-1")
+        os.kill(stopped, signal.SIGSTOP)
+        await_status(daemon, "stalled")
+        reason = httpx.get(f"{daemon.url}/readyz", timeout=5).json()["reason"]
+        assert f"rank 1 (process {stopped}), stopped by a signal" in reason and "step" in reason
+        for stream in streams:
+            stream.join(RECOVERY_S)
+        assert_same(streams, expected)
+        assert "stopped by a signal, keeps the others waiting" in daemon.log
+        assert daemon.pid("rank-1") != stopped
+        assert_well(daemon)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_hangs_writes_its_stacks(victim: int) -> None:
+    fault = {"MOED_FAULT_INJECTION": f"hang:rank={victim}:step=30"}
+    with Daemon("--step-timeout", "4", ranks=3, environment=fault) as daemon:
+        daemon.wait_ready(120)
+        streams = start_all(daemon)
+        for stream in streams:
+            stream.join(RECOVERY_S)
+        assert re.search(rf"rank {victim} \(process \d+\) keeps the others waiting", daemon.log)
+        assert "in step 30" in daemon.log
+        assert "faults.py" in daemon.log and "on_step" in daemon.log
+        assert_same(streams, undisturbed(daemon))
+        assert_well(daemon)
+
+
+@pytest.mark.slow
+def test_a_short_pause_costs_only_time() -> None:
+    with Daemon("--step-timeout", "6") as daemon:
+        daemon.wait_ready()
+        expected = undisturbed(daemon)
+        streams = start_all(daemon)
+        await_growth(streams, 8)
+        paused = daemon.pid("rank-0")
+        os.kill(paused, signal.SIGSTOP)
+        await_status(daemon, "stalled")
+        os.kill(paused, signal.SIGCONT)
+        await_status(daemon, "ready")
+        for stream in streams:
+            stream.join(RECOVERY_S)
+        assert_same(streams, expected)
+        assert daemon.pid("rank-0") == paused
+        assert_well(daemon)
+
+
+@pytest.mark.slow
+def test_a_rank_stopped_in_its_sleep_is_found_with_the_next_request() -> None:
+    for ranks in (1, 2):
+        with Daemon("--step-timeout", "3", ranks=ranks) as daemon:
+            daemon.wait_ready()
+            expected = undisturbed(daemon)
+            daemon.assert_at_rest()
+            os.kill(daemon.pid(f"rank-{ranks - 1}"), signal.SIGSTOP)
+            streams = start_all(daemon)
+            for stream in streams:
+                stream.join(RECOVERY_S)
+            assert_same(streams, expected)
+            assert_well(daemon)
+
+
+def test_a_killed_front_end_is_replaced() -> None:
+    with Daemon() as daemon:
+        daemon.wait_ready()
+        expected = Stream(daemon, KINDS["greedy"])
+        expected.join()
+        url, old = daemon.url, daemon.pid("http")
+        ranks = [daemon.pid("rank-0"), daemon.pid("rank-1")]
+        orphans = [Stream(daemon, {**LONG, "prompt": PROMPT, "max_tokens": 1900}) for _ in "12"]
+        await_growth(orphans, 5)
+        kill(daemon, "http")
+        killed_at = time.monotonic()
+        while not is_ready(url):
+            assert time.monotonic() - killed_at < RECOVERY_S
+            time.sleep(0.01)
+        # The ranks have told the new one where they stand.
+        daemon.assert_at_rest(2)
+        stream = Stream(daemon, KINDS["greedy"])
+        stream.join()
+        assert_same([stream], [expected])
+        assert daemon.pid("http") != old
+        assert [daemon.pid("rank-0"), daemon.pid("rank-1")] == ranks
+        assert_well(daemon)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_front_end_is_replaced_while_the_ranks_recover() -> None:
+    with Daemon() as daemon:
+        daemon.wait_ready()
+        expected = Stream(daemon, KINDS["greedy"])
+        expected.join()
+        for first, second in (("http", "rank-1"), ("rank-1", "http"), ("http", "http")):
+            kill(daemon, first)
+            time.sleep(0.5)
+            kill(daemon, second)
+            time.sleep(0.5)
+            daemon.wait_ready()
+            stream = Stream(daemon, KINDS["greedy"])
+            stream.join()
+            assert_same([stream], [expected])
+            assert_well(daemon)
 
 
 @pytest.mark.slow

@@ -68,9 +68,8 @@ class RankGroup:
                 words, far_words = spawn.Pipe()
                 own_socket = store_socket if rank == 0 else None
                 address = f"tcp://127.0.0.1:{port}"
-                process = spawn.Process(
-                    target=run_rank, args=(config, environment, own_socket, address, far_words)
-                )
+                arguments = (config, environment, own_socket, address, far_words, None)
+                process = spawn.Process(target=run_rank, args=arguments)
                 process.start()
                 far_words.close()
                 self.processes.append(process)
