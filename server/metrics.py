@@ -115,11 +115,15 @@ class Metrics:
         self.expert_loads.start_anew()
         self.steps.start_anew()
         self._ready = {}
-        num_steps = max((stats.num_steps for stats in self._stats.values()), default=0)
-        for stats in self._stats.values():
+        if not self._stats:
+            return
+        last = max(self._stats.values(), key=lambda stats: stats.num_steps)
+        zeros = dict.fromkeys(["max_step_tokens", *(name for _, name, _ in COUNTERS)], 0)
+        for own in range(self._num_ranks):
+            stats = self._stats.get(own) or msgspec.structs.replace(last, **zeros, rank=own)
             # They all made the same steps, as far as anybody will know.
-            stats = msgspec.structs.replace(stats, num_steps=num_steps, **AT_REST)
-            self._stats[stats.rank] = self._bases[stats.rank] = stats
+            stats = msgspec.structs.replace(stats, num_steps=last.num_steps, **AT_REST)
+            self._stats[own] = self._bases[own] = stats
             self.steps.on_stats(stats)
 
     def on_stats(self, stats: RankStats) -> None:

@@ -86,7 +86,7 @@ class Watchdog:
         if not stopped:
             return None
         rank = min(stopped, key=lambda rank: self._stopped_since[rank])
-        return Stall(rank, beats[rank].step_id, now - self._stopped_since[rank])
+        return Stall(rank, _step(beats), now - self._stopped_since[rank])
 
     def _stalled(self, beats: Sequence[Beat], now: float) -> Stall | None:
         number, woken_at = self._woken
@@ -102,7 +102,12 @@ class Watchdog:
         rank = busy[0] if busy else late[0] if len(late) < len(beats) else None
         # Nobody has waited before the last one moved.
         seconds = min(waits)
-        return Stall(rank, beats[late[0]].step_id, seconds)
+        return Stall(rank, _step(beats), seconds)
+
+
+def _step(beats: Sequence[Beat]) -> int:
+    """The one that is not over: who is late may not have begun it."""
+    return max(beat.step_id for beat in beats)
 
 
 def describe(stall: Stall, pid: int | None) -> str:
