@@ -17,6 +17,7 @@ from moed.config.engine_config import (
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
+    RecoveryConfig,
     RunnerConfig,
     SchedulerConfig,
     ServerConfig,
@@ -304,6 +305,12 @@ def _server(settings: ServeSettings) -> ServerConfig:
             log_requests=settings.log_requests,
             metrics_compat=settings.metrics_compat,
             otlp_traces_endpoint=traces_endpoint(settings.otlp_traces_endpoint),
+        ),
+        recovery=RecoveryConfig(
+            on_rank_failure=settings.on_rank_failure,
+            max_restarts=settings.max_restarts,
+            recovery_timeout_s=settings.recovery_timeout,
+            step_timeout_s=settings.step_timeout,
         ),
     )
 

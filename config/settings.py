@@ -478,4 +478,31 @@ class ServeSettings:
         unit="seconds",
         minimum=0,
     )
+    on_rank_failure: str = option(
+        "recover",
+        "recover: form the group anew and go on with all open requests; exit: end with an error",
+        group=PROCESSES,
+        choices=("recover", "exit"),
+    )
+    max_restarts: int = option(
+        10,
+        "most recoveries, of ranks and of the front end, in ten minutes; one more ends the daemon",
+        group=PROCESSES,
+        minimum=0,
+    )
+    recovery_timeout: float = option(
+        60.0,
+        "how long requests are held while the ranks recover, before they get an error",
+        group=PROCESSES,
+        unit="seconds",
+        minimum=0,
+    )
+    step_timeout: float = option(
+        120.0,
+        "a rank that keeps the others waiting for longer in one step is ended; half of it turns "
+        "readiness red",
+        group=PROCESSES,
+        unit="seconds",
+        minimum=1,
+    )
     fault_injection: str | None = option(None, "faults on demand", group=PROCESSES, hidden=True)

@@ -24,6 +24,10 @@ class LaunchEnvironment:
     launcher: Literal["moed", "torchrun"]
     restart: int = 0
     """How often torchrun has started the ranks again."""
+    epoch: int = 0
+    """How often the group has been formed anew."""
+    all_are_here: bool = False
+    """The other ranks are known to wait for this one: none still has to start."""
 
     @property
     def is_single_node(self) -> bool:

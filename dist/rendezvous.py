@@ -9,7 +9,7 @@ import datetime
 import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -152,15 +152,20 @@ def _store_errors(environment: LaunchEnvironment) -> Iterator[None]:
 
 
 def meet(
-    store: Store, environment: LaunchEnvironment, own: Introduction, timeout_s: float
+    store: Store,
+    environment: LaunchEnvironment,
+    own: Introduction,
+    timeout_s: float,
+    check: Callable[[], None] | None,
 ) -> Meeting:
-    """Wait for all ranks, and compare their items while they come.
+    """Wait for all ranks, and compare their items while they come. `check` is called meanwhile, and
+    raises to give up.
 
     Raises `RankMismatch`, on every rank alike, for what differs, `PeerLost` for a rank that failed
     before or does not come in time.
     """
     with _store_errors(environment):
-        everyone = _Waiting(store, environment, own).run(timeout_s)
+        everyone = _Waiting(store, environment, own, check).run(timeout_s)
     nodes = nodes_of([everyone[rank] for rank in range(environment.world_size)])
     here = next(node.ranks for node in nodes if environment.rank in node.ranks)
     found = replace(
@@ -213,17 +218,26 @@ def differences(own_rank: int, own: Introduction, rank: int, other: Introduction
 class _Waiting:
     """One rank's wait for all others."""
 
-    def __init__(self, store: Store, environment: LaunchEnvironment, own: Introduction) -> None:
+    def __init__(
+        self,
+        store: Store,
+        environment: LaunchEnvironment,
+        own: Introduction,
+        check: Callable[[], None] | None,
+    ) -> None:
         self._store = store
         self._environment = environment
         self._own = own
         self._arrived = {environment.rank: own}
         self._reminder = Reminder(environment)
+        self._check = check
 
     def run(self, timeout_s: float) -> dict[int, Introduction]:
         started = time.monotonic()
         self._introduce()
         while True:
+            if self._check is not None:
+                self._check()
             for rank in self._missing:
                 if self._store.check([_key(rank)]):
                     self._on_arrival(rank)

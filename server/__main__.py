@@ -128,7 +128,7 @@ def _serve_under_torchrun(
 ) -> NoReturn:
     """Leaves with the exit code; what is wrong with the settings here, the other nodes hear too."""
     from moed.server.lifecycle import leave
-    from moed.server.rank import tell_others
+    from moed.server.node_of_rank import tell_others
     from moed.server.torchrun import serve_under_torchrun, settings_under_torchrun
 
     try:

@@ -5,6 +5,7 @@ ready, drains and stops as the launcher says.
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -25,10 +26,11 @@ from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
 from moed.server.http_server import HttpServer
-from moed.server.lifecycle import die_with_parent
+from moed.server.lifecycle import FrontendPlace, die_with_parent
 from moed.server.links import Links
 from moed.server.logs import setup_logging
 from moed.server.messages import (
+    Active,
     Drain,
     Drained,
     FromFrontend,
@@ -36,6 +38,8 @@ from moed.server.messages import (
     GroupReady,
     RankLost,
     RankReady,
+    RankSlow,
+    Regrouping,
     Serving,
     StopAsked,
     StopNow,
@@ -44,7 +48,6 @@ from moed.server.messages import (
 from moed.server.metrics import Metrics
 from moed.server.request_log import log_request
 from moed.server.status_line import tell_status
-from moed.server.wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ FLUSH_S = 1.0
 # Connections that are still open when the server leaves.
 CLOSE_S = 1
 KEEP_CONNECTION_S = 75
+WAKE_INTERVAL_S = 1.0
 
 _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 
@@ -60,13 +64,10 @@ _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 def run_frontend(
     config: EngineConfig,
     http_socket: socket.socket,
-    wire: Wire,
-    wire_socket: socket.socket | None,
+    place: FrontendPlace,
     launcher_pipe: Connection,
 ) -> None:
-    """Target of the front end's process; returns after a stop. `wire_socket`: bound to the address
-    of a `wire` between nodes.
-    """
+    """Target of the front end's process; returns after a stop."""
     die_with_parent()
     # A terminal's Ctrl-C, or a supervisor's signal to the group, reaches every process; the
     # launcher alone decides what it means.
@@ -76,7 +77,7 @@ def run_frontend(
     # uvicorn's own story of its start; the launcher tells it better.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").addFilter(is_worth_logging)
-    frontend = Frontend(config, http_socket, wire, wire_socket, launcher_pipe)
+    frontend = Frontend(config, http_socket, place, launcher_pipe)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(frontend.serve())
@@ -105,27 +106,29 @@ class Frontend:
         self,
         config: EngineConfig,
         http_socket: socket.socket,
-        wire: Wire,
-        wire_socket: socket.socket | None,
+        place: FrontendPlace,
         launcher_pipe: Connection,
     ) -> None:
         self._config = config
         self._http_socket = http_socket
-        self._wire = wire
-        self._wire_socket = wire_socket
+        self._place = place
         self._pipe = launcher_pipe
         self._commands: asyncio.Queue[ToFrontend] = asyncio.Queue()
         self._is_serving = False
+        self._told_wake_at = -math.inf
+        self._wake_timer: asyncio.TimerHandle | None = None
         self._has_announced = False
 
     async def serve(self) -> None:
         """Serve until `StopNow`, or until the launcher is gone."""
-        listener = self._wire_socket
-        channel = FrontendChannel(self._wire, None if listener is None else listener.detach())
+        listener = self._place.listener
+        listen_fd = None if listener is None else listener.detach()
+        channel = FrontendChannel(self._place.wire, listen_fd, self._place.epoch)
         health = Health(self._config.parallel.world_size)
         links = Links(channel, health, lambda: self._tell(StopAsked()))
         metrics = Metrics(self._config)
-        self._engine = EngineClient(self._config, links, health, metrics)
+        self._engine = EngineClient(self._config, links, health, metrics, place=self._place)
+        self._engine.on_wake = self._on_wake
         observability, tracing = self._config.server.observability, None
         if observability.log_requests:
             self._engine.on_request_end.append(log_request)
@@ -219,12 +222,15 @@ class Frontend:
         self._check_ready()
 
     def _check_ready(self) -> None:
-        if self._state.health.is_ready and self._is_serving and not self._has_announced:
+        # Also when it leaves meanwhile: the ranks must know that their group is complete.
+        is_complete = self._state.health.is_complete
+        if is_complete and self._is_serving and not self._has_announced:
             self._has_announced = True
             self._tell(
                 GroupReady(
                     num_kv_blocks=self._engine.num_kv_blocks,
                     max_model_len=self._engine.context_length,
+                    epoch=self._engine.epoch,
                 )
             )
 
@@ -255,6 +261,10 @@ class Frontend:
                     num_unfinished = self._engine.lose_group(error)
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     self._tell(Drained(num_unfinished=num_unfinished))
+                case Regrouping(epoch, rank, error):
+                    self._on_regrouping(epoch, rank, error)
+                case RankSlow(error):
+                    self._state.health.stall(error)
                 case Drain():
                     if draining is None:
                         self._state.health.announce_drain()
@@ -267,6 +277,25 @@ class Frontend:
                     self._engine.shut_down()
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     return
+
+    def _on_wake(self, wake_number: int) -> None:
+        """Tell the launcher, which watches the ranks then: at most once in `WAKE_INTERVAL_S`."""
+        if self._wake_timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        wait_s = self._told_wake_at + WAKE_INTERVAL_S - loop.time()
+        self._wake_timer = loop.call_later(max(0.0, wait_s), self._tell_wake)
+
+    def _tell_wake(self) -> None:
+        self._wake_timer = None
+        self._told_wake_at = asyncio.get_running_loop().time()
+        self._tell(Active(self._engine.wake_number))
+
+    def _on_regrouping(self, epoch: int, rank: int | None, error: str) -> None:
+        self._state.health.recover(rank, error)
+        self._state.metrics.on_regroup(rank)
+        self._engine.hold(epoch)
+        self._has_announced = False
 
     async def _drain(self) -> None:
         """Let open requests finish within the timeout, then have all ranks leave together."""

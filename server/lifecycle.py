@@ -6,10 +6,29 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import NoReturn
+
+from moed.server.wire import Wire
+
+
+@dataclass(frozen=True)
+class FrontendPlace:
+    """What a front end must know of those before it."""
+
+    wire: Wire
+    """Where it listens for the ranks."""
+    number: int
+    """How many there have been before."""
+    epoch: int
+    """Of the group of ranks."""
+    listener: socket.socket | None = None
+    """Bound to the address of a wire between nodes."""
+
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 

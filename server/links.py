@@ -59,6 +59,9 @@ class Links:
     def send(self, rank: int, message: ToEngine) -> None:
         self._channel.send(rank, message)
 
+    def start_epoch(self, epoch: int) -> None:
+        self._channel.start_epoch(epoch)
+
     def on_beat(self, beat: NodeBeat, now: float) -> None:
         self._links[beat.node] = Link(beat, now)
         self._channel.send_to_node(beat.node, Beat())

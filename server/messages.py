@@ -105,6 +105,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop together with the other ranks, once all have been told."""
 
 
+class FrontendReplaced(msgspec.Struct, frozen=True, tag="frontend_replaced"):
+    """The front end has ended and another one takes its place: its requests are nobody's. From the
+    launcher, by the engine's own channel.
+    """
+
+
 class ForgetPrefixes(msgspec.Struct, frozen=True, tag="forget_prefixes"):
     """Compute every new request's prompt from its first token, whatever the KV cache holds."""
 
@@ -121,6 +127,7 @@ ToEngine = (
     | Wake
     | Shutdown
     | ForgetPrefixes
+    | FrontendReplaced
     | Beat
 )
 
@@ -282,7 +289,7 @@ class NodeBeat(msgspec.Struct, frozen=True, tag="node_beat"):
 FromEngine = StepOutputs | ExpertLoad | StepDurations | RankReady | RankProgress | NodeBeat
 
 
-class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
+class RankFailure(msgspec.Struct, frozen=True, tag="failure", kw_only=True):
     """A rank's last words, to the launcher."""
 
     rank: int
@@ -293,6 +300,63 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
     is_consequence: bool
     """True when it only lost a peer; the peer's own failure is the cause."""
     exit_code: int
+
+
+class AtDoor(msgspec.Struct, frozen=True, tag="at_door"):
+    """This rank has left every older group, and waits to be told to `Join`."""
+
+    rank: int
+    epoch: int
+
+
+class PeerGone(msgspec.Struct, frozen=True, tag="peer_gone"):
+    """This rank is well, and a collective of its group has failed."""
+
+    rank: int
+    epoch: int
+    error: str
+
+
+FromRank = RankFailure | AtDoor | PeerGone
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Give up the group, whatever it is doing, and come to the door of `epoch`: `AtDoor`."""
+
+    epoch: int
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """All ranks are at the door: form the group. Rank 0 gets the store's socket right after."""
+
+    epoch: int
+    store_port: int
+
+
+class NewFrontend(msgspec.Struct, frozen=True, tag="new_frontend"):
+    """The front end has ended; another one will listen at `address`."""
+
+    number: int
+    """How many there have been before."""
+    address: str
+
+
+ToRank = Leave | Join | NewFrontend
+
+
+class Regrouping(msgspec.Struct, frozen=True, tag="regrouping"):
+    """A rank is gone, and the group is formed anew: requests are held until it is ready."""
+
+    epoch: int
+    rank: int | None
+    """None: all are there, and did not get on."""
+    error: str
+
+
+class RankSlow(msgspec.Struct, frozen=True, tag="rank_slow"):
+    """A rank keeps the others waiting; empty: not any more."""
+
+    error: str
 
 
 class RankLost(msgspec.Struct, frozen=True, tag="rank_lost"):
@@ -311,7 +375,7 @@ class StopNow(msgspec.Struct, frozen=True, tag="stop_now"):
     """End open requests with an error event, tell all ranks `Shutdown`, and leave."""
 
 
-ToFrontend = RankLost | Drain | StopNow
+ToFrontend = RankLost | Regrouping | RankSlow | Drain | StopNow
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
@@ -323,6 +387,13 @@ class GroupReady(msgspec.Struct, frozen=True, tag="group_ready", kw_only=True):
 
     num_kv_blocks: int
     max_model_len: int
+    epoch: int = 0
+
+
+class Active(msgspec.Struct, frozen=True, tag="active"):
+    """The ranks have been woken: the watchdog should look at them. Not more than once a second."""
+
+    wake_number: int
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
@@ -343,7 +414,7 @@ class StopAsked(msgspec.Struct, frozen=True, tag="stop_asked"):
     """Another node was asked to stop: treated as a signal to this one."""
 
 
-FromFrontend = Serving | GroupReady | Drained | FrontendFailure | StopAsked
+FromFrontend = Serving | GroupReady | Active | Drained | FrontendFailure | StopAsked
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined", kw_only=True):

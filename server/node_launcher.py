@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
 from types import FrameType
 
 from moed.config.engine_config import EngineConfig
@@ -22,11 +23,11 @@ from moed.server.launcher import (
     DRAIN_SLACK_S,
     FAILURE_GATHERING_S,
     LEAVE_S,
-    Rank,
     report_end,
 )
-from moed.server.rank import run_rank, tell_others
-from moed.server.wiring import local_environments
+from moed.server.node_of_rank import tell_others
+from moed.server.rank_group import RankGroup
+from moed.server.rank_process import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class NodeSupervisor:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._context = multiprocessing.get_context("spawn")
-        self._ranks: list[Rank] = []
+        self._group = RankGroup(config, self._context, self._spawn, {})
         self._signals: list[int] = []
         self._signal_reader, self._signal_writer = self._context.Pipe(duplex=False)
 
@@ -75,17 +76,13 @@ class NodeSupervisor:
 
     def start(self) -> None:
         """Start one process per local rank; returns at once."""
-        assert self._config.nodes is not None
-        for environment in local_environments(self._config, self._config.nodes.master_port):
-            words, far_words = self._context.Pipe(duplex=False)
-            told: dict[str, str] = {}
-            arguments = (self._config, environment, None, told, far_words)
-            name = f"rank-{environment.rank}"
-            process = self._context.Process(name=f"moed-{name}", target=run_rank, args=arguments)
-            process.start()
-            far_words.close()
-            logger.info("started %s: process %d", name, process.pid)
-            self._ranks.append(Rank(environment.rank, process, words))
+        self._group.start(None)
+
+    def _spawn(self, name: str, target: object, arguments: tuple[object, ...]) -> SpawnProcess:
+        process = self._context.Process(name=name, target=target, args=arguments)  # type: ignore[arg-type]
+        process.start()
+        logger.info("started %s: process %d", name.removeprefix("moed-"), process.pid)
+        return process
 
     def watch(self) -> int:
         """Wait until the ranks leave together, fail, or are to stop; returns the exit code."""
@@ -103,11 +100,11 @@ class NodeSupervisor:
                 )
                 deadline = time.monotonic() + timeout_s + DRAIN_SLACK_S + LEAVE_S
                 # It tells the front end, which stops all ranks together.
-                self._ranks[0].process.terminate()
-            ended = [rank for rank in self._ranks if not rank.process.is_alive()]
+                self._group.ranks[0].process.terminate()
+            ended = self._group.ended
             if failed := [rank for rank in ended if rank.process.exitcode]:
                 return self._on_failure(failed[0], is_stopping=deadline is not None)
-            if len(ended) == len(self._ranks):
+            if len(ended) == len(self._group.ranks):
                 return 0
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -116,7 +113,7 @@ class NodeSupervisor:
             self._wait(left)
 
     def _wait(self, timeout_s: float | None) -> None:
-        alive = [rank.process.sentinel for rank in self._ranks if rank.process.is_alive()]
+        alive = [rank.process.sentinel for rank in self._group.ranks if rank.process.is_alive()]
         if self._signal_reader in wait([self._signal_reader, *alive], timeout_s):
             self._signal_reader.recv_bytes()
 
@@ -126,15 +123,15 @@ class NodeSupervisor:
             logger.info("stopped before the ranks were ready: no request is open")
             return 0
         deadline = time.monotonic() + FAILURE_GATHERING_S
-        while any(rank.process.is_alive() for rank in self._ranks):
-            alive = [rank.process.sentinel for rank in self._ranks if rank.process.is_alive()]
+        while any(rank.process.is_alive() for rank in self._group.ranks):
+            alive = [rank.process.sentinel for rank in self._group.ranks if rank.process.is_alive()]
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not wait(alive, remaining):
                 break
-        return report_end(self._ranks, first)
+        return report_end(self._group.ended, first)
 
     def __exit__(self, *exception: object) -> None:
-        for rank in self._ranks:
+        for rank in self._group.ranks:
             with contextlib.suppress(OSError):
                 rank.process.kill()
             rank.process.join()

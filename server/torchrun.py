@@ -43,7 +43,8 @@ from moed.server.messages import (
     StopNow,
     ToFrontend,
 )
-from moed.server.rank import RankProcess, describe_failure
+from moed.server.node_of_rank import NodeOfRank
+from moed.server.rank import describe_failure, serve_rank
 from moed.server.wiring import Wiring, open_wire
 
 logger = logging.getLogger(__name__)
@@ -94,20 +95,21 @@ def serve_under_torchrun(config: EngineConfig, environment: LaunchEnvironment) -
     setup_logging(f"rank {environment.rank}", server.log_level, server.observability.log_format)
     if environment.rank == 0:
         return _serve_first_rank(config, environment)
-    rank = RankProcess(config, environment, None, {}, _ignore)
+    node = NodeOfRank(config, environment, {}, _ignore)
     # Rank 0's front end drains and then stops all ranks together; a signal alone stops none.
-    signal.signal(signal.SIGTERM, rank.on_sigterm)
+    signal.signal(signal.SIGTERM, node.on_sigterm)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return _serve(rank, environment)
+    return _serve(config, environment, node)
 
 
 def _ignore(failure: RankFailure) -> None:
     """What has been logged already."""
 
 
-def _serve(rank: RankProcess, environment: LaunchEnvironment) -> int:
+def _serve(config: EngineConfig, environment: LaunchEnvironment, node: NodeOfRank) -> int:
     try:
-        rank.serve()
+        with node:
+            serve_rank(config, environment, node)
     except Exception as error:
         failure = describe_failure(environment.rank, error)
         logger.error("%srank %d failed: %s", failure.details, failure.rank, failure.error)
@@ -120,8 +122,8 @@ def _serve_first_rank(config: EngineConfig, environment: LaunchEnvironment) -> i
     with bind_http(server.host, server.port, "--port") as http_socket, open_wire(config) as wiring:
         frontend = FrontendThread(config, http_socket, wiring)
         frontend.start()
-        rank = RankProcess(config, environment, None, wiring.told, _ignore)
-        exit_code = _serve(rank, environment)
+        node = NodeOfRank(config, environment, wiring.told, _ignore)
+        exit_code = _serve(config, environment, node)
         if exit_code:
             frontend.tell(RankLost(rank=0, error="the group of ranks failed; see the log"))
             frontend.drained.wait(FLUSH_S)
@@ -135,7 +137,7 @@ class FrontendThread:
     def __init__(self, config: EngineConfig, http_socket: socket.socket, wiring: Wiring) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, far_end = context.Pipe()
-        arguments = (config, http_socket, wiring.wire, wiring.listener, far_end)
+        arguments = (config, http_socket, wiring.place(0, 0), far_end)
         self._process: SpawnProcess = context.Process(
             name="moed-http", target=start_frontend, args=arguments
         )

@@ -14,6 +14,7 @@ from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError
 from moed.dist.hosts import own_address
 from moed.dist.launch import LaunchEnvironment
+from moed.server.lifecycle import FrontendPlace
 from moed.server.wire import Wire, make_wire
 
 LOOPBACK = "127.0.0.1"
@@ -24,10 +25,18 @@ class Wiring:
     """How engines reach the front end."""
 
     wire: Wire
+    """Of the first front end."""
     listener: socket.socket | None
     """Bound to the address of a wire between nodes."""
     told: Mapping[str, str]
     """For rank 0, which tells the others."""
+
+    def place(self, number: int, epoch: int) -> FrontendPlace:
+        """Of the front end that `number` others came before. Between nodes there is only one."""
+        if self.listener is not None:
+            assert number == 0
+            return FrontendPlace(self.wire, number, epoch, self.listener)
+        return FrontendPlace(Wire(f"{self.wire.address}-{number}"), number, epoch)
 
 
 @contextlib.contextmanager
@@ -40,7 +49,7 @@ def open_wire(config: EngineConfig) -> Iterator[Wiring]:
         folder = tempfile.mkdtemp(prefix="moed-")
         try:
             wire, told = make_wire(f"ipc://{folder}/engines", None)
-            yield Wiring(wire, None, told)
+            yield Wiring(wire, None, {"address": f"{told['address']}-0"})
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
@@ -82,22 +91,25 @@ def _refuse_hidden_loopback(host: str, address: str) -> None:
         )
 
 
-def local_environments(config: EngineConfig, store_port: int) -> list[LaunchEnvironment]:
-    """Of the ranks that the launcher of this node starts."""
+def local_environment(
+    config: EngineConfig, local_rank: int, store_socket: socket.socket | None, epoch: int
+) -> LaunchEnvironment:
+    """Of a rank that the launcher of this node starts. `store_socket`: where the ranks meet; None
+    where they will be told, or on another node.
+    """
     nodes, num_local = config.nodes, config.parallel.num_local_ranks
     first = 0 if nodes is None else nodes.node_rank * num_local
-    return [
-        LaunchEnvironment(
-            rank=first + local_rank,
-            world_size=config.parallel.world_size,
-            local_rank=local_rank,
-            local_world_size=num_local,
-            store_host=LOOPBACK if nodes is None else nodes.master_addr,
-            store_port=store_port,
-            launcher="moed",
-        )
-        for local_rank in range(num_local)
-    ]
+    port = 0 if nodes is None else nodes.master_port
+    return LaunchEnvironment(
+        rank=first + local_rank,
+        world_size=config.parallel.world_size,
+        local_rank=local_rank,
+        local_world_size=num_local,
+        store_host=LOOPBACK if nodes is None else nodes.master_addr,
+        store_port=port if store_socket is None else store_socket.getsockname()[1],
+        launcher="moed",
+        epoch=epoch,
+    )
 
 
 def _family(host: str) -> socket.AddressFamily:

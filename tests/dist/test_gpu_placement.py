@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from moed.config.errors import ConfigError
+from moed.dist import groups as groups_module
 from moed.dist.groups import Groups, device_of, init_groups, take_gpu
 from moed.dist.launch import LaunchEnvironment
 from tests.server.engine.configs import engine_config
@@ -33,6 +34,7 @@ class FakeCuda:
         monkeypatch.setattr(dist, "init_process_group", self._init_process_group)
         monkeypatch.setattr(dist, "new_group", self._new_group)
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="world"))
+        monkeypatch.setattr(groups_module, "_set_pg_timeout", lambda timeout, group: None)
 
     def device_count(self) -> int:
         return self._num_gpus

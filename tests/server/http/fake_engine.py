@@ -107,7 +107,7 @@ class FakeEngine:
         self._extra.append(output)
 
     def _run(self) -> None:
-        channel = EngineChannel(Wire(self._address), self.rank)
+        channel = EngineChannel(Wire(self._address), self.rank, 0, None)
         try:
             channel.send(RankProgress(self.rank, "loading the model"))
             self._may_be_ready.wait()
