@@ -27,6 +27,15 @@ class DeepEPMode(StrEnum):
     ELASTIC = "elastic"
 
 
+class Rebuild(StrEnum):
+    """What a new group of ranks costs after one of them was lost."""
+
+    IN_PROCESS = "in_process"
+    """The other ranks keep their weights: what the backend holds can be let go and made again."""
+    RESTART = "restart"
+    """All ranks start again: it may have taken the device with it."""
+
+
 @dataclass(frozen=True)
 class BackendCapabilities:
     """One backend's declaration, read by `resolve()`, the launch checks and `FusedMoE`."""
@@ -48,6 +57,8 @@ class BackendCapabilities:
     """No host synchronisation inside once all ranks have as many rows, so that a CUDA graph may
     hold it.
     """
+    rebuild: Rebuild
+    """After the loss of a rank."""
     hidden_sizes: frozenset[int] | None = None
     """Hidden sizes it supports; None means any."""
     max_top_k: int | None = None

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
-from moed.config.capabilities import ActivationFormat, BackendCapabilities
+from moed.config.capabilities import ActivationFormat, BackendCapabilities, Rebuild
 from moed.config.cors import CorsConfig
 from moed.config.errors import ConfigError
 from moed.config.expert_placement import ExpertPlacement
 from moed.config.explained import Explained
+from moed.config.nodes import NodesConfig
 from moed.config.tls import TlsConfig
 
 
@@ -234,6 +235,20 @@ class ObservabilityConfig:
 
 
 @dataclass(frozen=True)
+class RecoveryConfig:
+    """What happens when a process is lost."""
+
+    on_rank_failure: str
+    """"recover" or "exit"."""
+    max_restarts: int
+    """Most recoveries in `moed.server.restarts.WINDOW_S`."""
+    recovery_timeout_s: float
+    """How long requests are held meanwhile."""
+    step_timeout_s: float
+    """How long a rank may keep the others waiting in one step."""
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """The HTTP front end and the manners of the processes."""
 
@@ -265,6 +280,7 @@ class ServerConfig:
     cors: CorsConfig | None
     """None: no page of another origin may call from a browser."""
     observability: ObservabilityConfig
+    recovery: RecoveryConfig
 
 
 @dataclass(frozen=True)
@@ -277,10 +293,20 @@ class EngineConfig:
     cache: CacheConfig
     runner: RunnerConfig
     server: ServerConfig
+    nodes: NodesConfig | None = None
+    """None: all ranks are on this node."""
     explained: tuple[Explained, ...] = ()
     """Every setting with its origin, for people who ask; nothing is decided by it."""
     fault_injection: str | None = None
     """Faults that tests ask for (`MOED_FAULT_INJECTION`); None in any real use."""
+
+    @property
+    def stays_in_process(self) -> bool:
+        """Whether ranks outlive the loss of another one."""
+        if self.nodes is not None:
+            return False
+        recovers = self.server.recovery.on_rank_failure == "recover"
+        return recovers and self.parallel.backend.rebuild is Rebuild.IN_PROCESS
 
     @property
     def fused_moe(self) -> FusedMoEConfig:
@@ -336,6 +362,7 @@ class EngineConfig:
             "graph_buckets": self.runner.graph_buckets,
             "model": self.model.model,
             "revision": self.model.revision,
+            "nnodes": 1 if self.nodes is None else self.nodes.num_nodes,
         }
         for entry in fields(ModelConfig):
             if entry.name not in ("path", "model", "revision", "served_model_names"):

@@ -39,6 +39,8 @@ class TorchrunVariables:
     local_world_size: int
     master_addr: str
     master_port: int
+    restart: int
+    """How often the agent has started its workers again."""
 
 
 def read_torchrun_environment() -> TorchrunVariables | None:
@@ -57,6 +59,7 @@ def read_torchrun_environment() -> TorchrunVariables | None:
             local_world_size=int(values["LOCAL_WORLD_SIZE"]),
             master_addr=values["MASTER_ADDR"],
             master_port=int(values["MASTER_PORT"]),
+            restart=int(values.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except (KeyError, ValueError):
         return None

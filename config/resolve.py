@@ -17,6 +17,7 @@ from moed.config.engine_config import (
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
+    RecoveryConfig,
     RunnerConfig,
     SchedulerConfig,
     ServerConfig,
@@ -27,6 +28,7 @@ from moed.config.hub import fetch
 from moed.config.keys import all_keys
 from moed.config.machine import Machine
 from moed.config.model import BUNDLED_NAME, bundled_checkpoint, load_model_config
+from moed.config.nodes import nodes_config
 from moed.config.placement_file import read_placement
 from moed.config.settings import ServeSettings
 from moed.config.tls import tls_config
@@ -84,6 +86,7 @@ def assemble(
     """
     decided: Decided = {}
     # What needs no model first, so that a slip is told before a long download.
+    nodes = nodes_config(settings)
     parallel = _parallel(settings, capabilities, here, decided)
     cache = _cache(settings)
     budget_tokens, num_seqs = budget.decide(settings, parallel, decided)
@@ -106,6 +109,7 @@ def assemble(
         cache=cache,
         runner=_runner(settings, parallel, model, here, min(num_seqs, budget_tokens), decided),
         server=server,
+        nodes=nodes,
         fault_injection=settings.fault_injection,
     )
     _check_lengths(settings, model)
@@ -126,6 +130,7 @@ def _parallel(
     decided: Decided,
 ) -> ParallelConfig:
     num_processes = _num_processes(settings)
+    num_local = num_processes // settings.nnodes
     if settings.expert_placement is not None and not settings.enable_expert_parallel:
         raise ConfigError(
             f"expert_placement is {settings.expert_placement!r}, and enable_expert_parallel is "
@@ -135,17 +140,17 @@ def _parallel(
     num_threads = settings.num_threads
     if num_threads is None:
         cores = environ.available_cores()
-        num_threads = max(1, cores // num_processes)
+        num_threads = max(1, cores // num_local)
         decided["num_threads"] = (
             num_threads,
-            f"{_plural(cores, 'core')} for {_plural(num_processes, 'rank')}",
+            f"{_plural(cores, 'core')} for {_plural(num_local, 'rank')}",
         )
     return ParallelConfig(
         data_parallel_size=settings.data_parallel_size,
         tensor_parallel_size=settings.tensor_parallel_size,
         # One process holds whole experts whatever is asked for.
         enable_expert_parallel=settings.enable_expert_parallel or num_processes == 1,
-        num_local_ranks=num_processes,
+        num_local_ranks=num_local,
         backend=_backend(settings, capabilities, device, decided),
         device=device,
         num_threads=num_threads,
@@ -300,6 +305,12 @@ def _server(settings: ServeSettings) -> ServerConfig:
             log_requests=settings.log_requests,
             metrics_compat=settings.metrics_compat,
             otlp_traces_endpoint=traces_endpoint(settings.otlp_traces_endpoint),
+        ),
+        recovery=RecoveryConfig(
+            on_rank_failure=settings.on_rank_failure,
+            max_restarts=settings.max_restarts,
+            recovery_timeout_s=settings.recovery_timeout,
+            step_timeout_s=settings.step_timeout,
         ),
     )
 

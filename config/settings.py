@@ -17,11 +17,12 @@ from moed.config.options import option
 
 MODEL = "Model"
 PARALLEL = "Parallelism"
+NODES = "Several nodes"
 SCHEDULING = "Scheduling"
 MEMORY = "Memory"
 HTTP = "HTTP"
 PROCESSES = "Processes"
-GROUPS = (MODEL, PARALLEL, SCHEDULING, MEMORY, HTTP, PROCESSES)
+GROUPS = (MODEL, PARALLEL, NODES, SCHEDULING, MEMORY, HTTP, PROCESSES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +153,64 @@ class ServeSettings:
         group=PARALLEL,
         unit="seconds",
         minimum=1,
+    )
+
+    nnodes: int = option(
+        1,
+        "nodes (machines) that run this command together; torchrun says so itself",
+        group=NODES,
+        minimum=1,
+        aliases=("num_nodes",),
+    )
+    node_rank: int = option(
+        0, "which of them this is; the first, 0, has the HTTP port", group=NODES, minimum=0
+    )
+    master_addr: str | None = option(
+        None,
+        "address of the first node, the same on all",
+        group=NODES,
+        metavar="ADDRESS",
+        shown_default="none",
+    )
+    master_port: int = option(
+        29500, "port there, where the ranks meet", group=NODES, minimum=1, maximum=65535
+    )
+    host_interface: str | None = option(
+        None,
+        "network interface for all that goes between nodes; it must be of a private network",
+        group=NODES,
+        metavar="NAME",
+        shown_default="that of the route to the first node",
+    )
+    rendezvous_timeout: float = option(
+        45.0,
+        "how long a node waits for the others to come",
+        group=NODES,
+        unit="seconds",
+        minimum=1,
+    )
+    probe_port: int | None = option(
+        None,
+        "port on which nodes other than the first answer /livez and /readyz; 0: a free one",
+        group=NODES,
+        minimum=0,
+        maximum=65535,
+        shown_default="as --port",
+    )
+    transport_key_file: str | None = option(
+        None,
+        "file with a secret that all nodes share; or set MOED_TRANSPORT_KEY",
+        group=NODES,
+        metavar="FILE",
+        shown_default="each launch makes one, which hosts of the private network can read",
+    )
+    transport_key: str | None = option(
+        None,
+        "secret that all nodes share",
+        group=NODES,
+        on_command_line=False,
+        secret=True,
+        shown_default="none",
     )
 
     max_num_batched_tokens: int | None = option(
@@ -418,5 +477,32 @@ class ServeSettings:
         group=PROCESSES,
         unit="seconds",
         minimum=0,
+    )
+    on_rank_failure: str = option(
+        "recover",
+        "recover: form the group anew and go on with all open requests; exit: end with an error",
+        group=PROCESSES,
+        choices=("recover", "exit"),
+    )
+    max_restarts: int = option(
+        10,
+        "most recoveries, of ranks and of the front end, in ten minutes; one more ends the daemon",
+        group=PROCESSES,
+        minimum=0,
+    )
+    recovery_timeout: float = option(
+        60.0,
+        "how long requests are held while the ranks recover, before they get an error",
+        group=PROCESSES,
+        unit="seconds",
+        minimum=0,
+    )
+    step_timeout: float = option(
+        120.0,
+        "a rank that keeps the others waiting for longer in one step is ended; half of it turns "
+        "readiness red",
+        group=PROCESSES,
+        unit="seconds",
+        minimum=1,
     )
     fault_injection: str | None = option(None, "faults on demand", group=PROCESSES, hidden=True)

@@ -49,8 +49,8 @@ def _explained(
         value, why = resolution.decided[name]
         asked = "" if name not in origins else f", {origins[name]}"
         origin = "default" if why == PLAIN_DEFAULT else f"auto ({why}{asked})"
-    if setting.option.secret:
-        value = f"({len(value)} hidden)"
+    if setting.option.secret and value is not None:
+        value = f"({1 if isinstance(value, str) else len(value)} hidden)"
     return Explained(name, value, origin)
 
 

@@ -187,35 +187,3 @@ def gather_ints(groups: Groups, value: int) -> list[int]:
         dist.all_gather_single(gathered, own, group=groups.cpu)
     values: list[int] = gathered.tolist()
     return values
-
-
-def gather_texts(groups: Groups, text: str) -> list[str]:
-    """Every rank's `text`, by rank. Collective; bytes travel, nothing is pickled."""
-    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    lengths = gather_ints(groups, encoded.numel())
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: encoded.numel()] = encoded
-    gathered = torch.zeros(groups.world_size * max(lengths), dtype=torch.uint8)
-    with collective_errors("gather of a text"):
-        dist.all_gather_single(gathered, padded, group=groups.cpu)
-    rows = gathered.view(groups.world_size, -1).tolist()
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
-
-
-def compare_at_start(groups: Groups, items: dict[str, str]) -> None:
-    """Check that all ranks have the same `items`. Collective.
-
-    Raises `RankMismatch` on every rank, naming the first key that differs and each rank's value.
-    """
-    text = "\x1e".join(f"{key}\x1f{value}" for key, value in sorted(items.items()))
-    everyone = [
-        dict(entry.split("\x1f", 1) for entry in received.split("\x1e") if entry)
-        for received in gather_texts(groups, text)
-    ]
-    for key in sorted(set().union(*everyone)):
-        values = [own.get(key, "(missing)") for own in everyone]
-        if len(set(values)) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise RankMismatch(
-                f"the ranks differ in {key} ({listed}); give all of them the same settings"
-            )

@@ -3,24 +3,29 @@
 import contextlib
 import datetime
 import logging
+import os
+import socket
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
-import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from moed.config.engine_config import ParallelConfig
 from moed.config.environ import set_default
 from moed.config.errors import ConfigError, PeerLost
+from moed.dist.hosts import loopback_name
 from moed.dist.launch import LaunchEnvironment
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+# For ranks that all wait at the door.
+REJOIN_S = 5.0
 
 
 @contextlib.contextmanager
@@ -57,6 +62,7 @@ class Groups:
         timeout_s: float,
     ) -> None:
         self.rank = environment.rank
+        self.epoch = environment.epoch
         self.world_size = environment.world_size
         self.local_rank = environment.local_rank
         self.device_type = device_type
@@ -75,6 +81,7 @@ class Groups:
         """Bound on any one collective."""
         self._is_closed = False
         self._members: WeakSet[Closable] = WeakSet()
+        self._sockets: dict[int, str] = {}
 
     @property
     def compute_device(self) -> torch.device:
@@ -84,6 +91,35 @@ class Groups:
     def close_with(self, member: Closable) -> None:
         """Have `member`, if it still lives, closed before the group is left. It is not kept."""
         self._members.add(member)
+
+    def own_sockets(self, sockets: dict[int, str]) -> None:
+        """`sockets` are this group's: descriptors, each with what the kernel calls it."""
+        self._sockets = sockets
+
+    def abort(self) -> None:
+        """Free a thread of this process that is in a collective, and peers that wait for this rank:
+        they get an error at once. Waits for nobody; call it from any thread. Only `close` is of use
+        afterwards.
+        """
+        for member in list(self._members):
+            member.close()
+        for backend in self._device_backends():
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+        # gloo has nothing to call: it sees that its connections are closed.
+        shut_down(self._sockets)
+
+    def _device_backends(self) -> list[Any]:
+        """What holds a GPU until it is aborted."""
+        if self.device_type != "cuda":
+            return []
+        groups = {id(g): g for g in (self.device, self.agreement, self.tensor) if g is not None}
+        found = []
+        for group in groups.values():
+            # A group may be of gloo alone.
+            with contextlib.suppress(RuntimeError):
+                found.append(group._get_backend(torch.device("cuda")))
+        return found
 
     def close(self) -> None:
         """Leave the group, within `CLOSE_S`: a peer that is gone must not hold this rank. Safe to
@@ -99,6 +135,29 @@ class Groups:
         closing.join(CLOSE_S)
         if closing.is_alive():
             logger.warning("the process group did not close within %g s", CLOSE_S)
+
+
+def open_sockets() -> dict[int, str]:
+    """The sockets of this process; none where the system does not list them."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:"):
+                    found[int(name)] = target
+    return found
+
+
+def shut_down(sockets: dict[int, str]) -> None:
+    """End the connections of those that are still what they were. Closes no descriptor."""
+    for descriptor, name in sockets.items():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}") == name:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    # gloo ends the process when one that listens is shut down.
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _destroy() -> None:
@@ -140,33 +199,32 @@ def take_gpu(environment: LaunchEnvironment) -> torch.device:
 
 
 def init_groups(
-    environment: LaunchEnvironment, parallel: ParallelConfig, listen_fd: int | None
+    environment: LaunchEnvironment,
+    parallel: ParallelConfig,
+    store: Store,
+    interface: str | None,
 ) -> Groups:
-    """Meet the other ranks. Collective.
+    """Join the other ranks, which have all met at the `store`. Collective. Where all are known to
+    be here they get `REJOIN_S` instead of the timeout.
 
-    `listen_fd`: on rank 0 of our own launcher, the bound socket of the store; else None. Raises
-    `PeerLost` when the others do not come within `parallel.distributed_timeout_s`, `ConfigError`
-    where there is no GPU for this rank.
+    `interface`: the network of what goes between nodes; None on one node. Raises `PeerLost` when
+    the others do not come within `parallel.distributed_timeout_s`, `ConfigError` where there is no
+    GPU for this rank.
     """
-    timeout = datetime.timedelta(seconds=parallel.distributed_timeout_s)
+    whole = datetime.timedelta(seconds=parallel.distributed_timeout_s)
+    timeout = whole
+    if environment.all_are_here:
+        timeout = min(whole, datetime.timedelta(seconds=REJOIN_S))
+    others = open_sockets()
     if environment.is_single_node:
         # Otherwise gloo resolves the host's name, which may lead anywhere, and listens there.
-        set_default("GLOO_SOCKET_IFNAME", _loopback_name())
+        set_default("GLOO_SOCKET_IFNAME", loopback_name())
+    elif interface is not None:
+        set_default("GLOO_SOCKET_IFNAME", interface)
+        set_default("NCCL_SOCKET_IFNAME", interface)
     on_gpu = parallel.device == "cuda"
     device = take_gpu(environment) if on_gpu else None
     with collective_errors("rendezvous"):
-        if environment.launcher == "torchrun":
-            store = None  # the agent's, which the env:// method finds
-        else:
-            store = TCPStore(
-                environment.store_host,
-                environment.store_port,
-                environment.world_size,
-                environment.rank == 0,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=listen_fd,
-            )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,
@@ -183,8 +241,11 @@ def init_groups(
             # A second communicator: the agreement never waits behind the model's collectives.
             agreement = dist.new_group(timeout=timeout, backend=parallel.agreement_backend)
         tensor = _tensor_group(environment.rank, parallel, timeout)
+        for group in (world, agreement, tensor):
+            if group is not None:
+                _set_pg_timeout(whole, group)
     size = parallel.tensor_parallel_size
-    return Groups(
+    groups = Groups(
         environment,
         parallel.device,
         world,
@@ -194,6 +255,9 @@ def init_groups(
         size,
         parallel.distributed_timeout_s,
     )
+    found = open_sockets()
+    groups.own_sockets({fd: name for fd, name in found.items() if others.get(fd) != name})
+    return groups
 
 
 def _tensor_group(
@@ -209,11 +273,3 @@ def _tensor_group(
         if rank in members:
             own = group
     return own
-
-
-def _loopback_name() -> str:
-    """The interface of 127.0.0.1: `lo` on Linux, `lo0` on macOS."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
-            return name
-    return "lo"

@@ -22,6 +22,12 @@ class LaunchEnvironment:
     store_port: int
     """Where the ranks meet: a `TCPStore`."""
     launcher: Literal["moed", "torchrun"]
+    restart: int = 0
+    """How often torchrun has started the ranks again."""
+    epoch: int = 0
+    """How often the group has been formed anew."""
+    all_are_here: bool = False
+    """The other ranks are known to wait for this one: none still has to start."""
 
     @property
     def is_single_node(self) -> bool:
@@ -46,6 +52,7 @@ def detect_torchrun() -> LaunchEnvironment | None:
         store_host=variables.master_addr,
         store_port=variables.master_port,
         launcher="torchrun",
+        restart=variables.restart,
     )
 
 

@@ -6,7 +6,12 @@ A new backend is one entry here and one file in `all2all/`; nothing else keeps a
 from typing import TYPE_CHECKING
 
 from moed.config import deep_ep_limits as limits
-from moed.config.capabilities import ActivationFormat, BackendCapabilities, DeepEPMode
+from moed.config.capabilities import (
+    ActivationFormat,
+    BackendCapabilities,
+    DeepEPMode,
+    Rebuild,
+)
 from moed.config.engine_config import FusedMoEConfig
 from moed.config.errors import ConfigError
 
@@ -28,6 +33,7 @@ _DECLARATIONS = (
         applies_router_weights=False,
         collectives_per_layer=0,
         graph_safe=True,
+        rebuild=Rebuild.IN_PROCESS,
         description="one rank holds all experts; no communication",
     ),
     BackendCapabilities(
@@ -38,6 +44,7 @@ _DECLARATIONS = (
         applies_router_weights=False,
         collectives_per_layer=2,
         graph_safe=True,
+        rebuild=Rebuild.IN_PROCESS,
         can_shard_experts=True,
         description="every rank sees the rows of all ranks; ragged sizes, no padding",
     ),
@@ -49,6 +56,7 @@ _DECLARATIONS = (
         applies_router_weights=False,
         collectives_per_layer=3,
         graph_safe=True,
+        rebuild=Rebuild.IN_PROCESS,
         description="a row travels once to each rank that holds one of its experts",
     ),
     BackendCapabilities(
@@ -59,6 +67,7 @@ _DECLARATIONS = (
         applies_router_weights=True,
         collectives_per_layer=4,
         graph_safe=True,
+        rebuild=Rebuild.RESTART,
         max_top_k=limits.LOW_LATENCY_MAX_TOP_K,
         received_rows_multiple=limits.LOW_LATENCY_ROWS_MULTIPLE,
         deep_ep_mode=DeepEPMode.LOW_LATENCY,
@@ -72,6 +81,7 @@ _DECLARATIONS = (
         applies_router_weights=False,
         collectives_per_layer=4,
         graph_safe=False,
+        rebuild=Rebuild.RESTART,
         deep_ep_mode=DeepEPMode.HIGH_THROUGHPUT,
         description="DeepEP's high-throughput kernels, for long prompts",
     ),
@@ -83,6 +93,7 @@ _DECLARATIONS = (
         applies_router_weights=False,
         collectives_per_layer=4,
         graph_safe=False,
+        rebuild=Rebuild.RESTART,
         deep_ep_mode=DeepEPMode.ELASTIC,
         description="DeepEP's ElasticBuffer, for prompts and decode",
     ),

@@ -22,6 +22,10 @@ class TensorParallel:
         self.rank = groups.tensor_rank
         self._group = groups.tensor
 
+    def join(self, groups: Groups) -> None:
+        """Go on in a new group, of the same shape."""
+        self._group = groups.tensor
+
     @property
     def is_first(self) -> bool:
         """True on the member that adds what must be added once, such as biases."""

@@ -10,7 +10,7 @@ import torch
 
 from moed.config.attention import FLASHINFER, SDPA
 from moed.config.engine_config import EngineConfig, ModelConfig
-from moed.config.errors import ConfigError
+from moed.config.errors import ConfigError, RankMismatch
 from moed.config.windows import Window
 from moed.dist.agreement import gather_ints
 from moed.dist.groups import Groups
@@ -51,6 +51,19 @@ def make_attention(
         )
     logger.warning("attention is torch's (%s), as FlashInfer does not work: %s", SDPA, reason)
     return TorchAttention()
+
+
+def keep_attention(config: EngineConfig, kept: AttentionBackend, groups: Groups) -> None:
+    """The part of a rank that has attention already in `make_attention` of one that starts anew:
+    collective alike. Raises `RankMismatch` when that one cannot have the same.
+    """
+    if config.runner.attention_backend == SDPA:
+        return
+    is_flashinfer = isinstance(kept, FlashInfer)
+    if min(gather_ints(groups, int(is_flashinfer))) != int(is_flashinfer):
+        raise RankMismatch(
+            f"this rank attends with {FLASHINFER}, which does not work on one that started anew"
+        )
 
 
 def _sizes(config: EngineConfig, features: DecoderFeatures) -> AttentionSizes:

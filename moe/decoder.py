@@ -12,7 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from moed.config.engine_config import ModelConfig
 from moed.config.windows import Window
+from moed.dist.all2all.base import All2AllBackend
 from moed.dist.dp_metadata import DPMetadata
+from moed.dist.groups import Groups
 from moed.dist.tensor_parallel import TensorParallel
 from moed.moe import native
 from moed.moe.attention import (
@@ -139,6 +141,18 @@ class Decoder:
         self._attention_scale = model.head_dim**-0.5 if scale is None else scale
         self._num_kv_heads = local_kv_heads(model, tensor_parallel.size)
         self._native = self._native_attention(layers)
+
+    def join(self, groups: Groups, backend: All2AllBackend) -> None:
+        """Go on in a new group, with the weights and heads of before."""
+        self._tensor_parallel.join(groups)
+        for layer in self._layers:
+            if isinstance(layer.mlp, FusedMoE):
+                layer.mlp.join(backend)
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """What computes it, unless the native kernels do."""
+        return self._attention
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -43,6 +43,10 @@ class FusedMoE:
         on_gpu = shared is not None and shared.down.is_cuda
         self._shared_stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
 
+    def join(self, backend: All2AllBackend) -> None:
+        """Go on with the same backend of a new group."""
+        self._backend = backend
+
     def __call__(
         self,
         hidden: torch.Tensor,

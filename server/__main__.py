@@ -7,11 +7,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from typing import TYPE_CHECKING, NoReturn
 
 from moed.config.cli import Command, parse
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError, MoedError
 from moed.config.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from moed.dist.launch import LaunchEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -108,18 +112,35 @@ def _serve(command: Command) -> int:
     setup_logging("launcher", command.settings.log_level, command.settings.log_format)
     settings, origins, environment = command.settings, command.origins, detect_torchrun()
     if environment is not None:
-        from moed.server.torchrun import serve_under_torchrun
+        return _serve_under_torchrun(settings, origins, environment)
+    if settings.node_rank:
+        from moed.server.node_launcher import serve_node, telling_others
 
-        if "data_parallel_size" not in origins:
-            size = max(1, environment.world_size // settings.tensor_parallel_size)
-            settings = replace(settings, data_parallel_size=size)
-            origins = {**origins, "data_parallel_size": "torchrun"}
-        settings, origins = _within_torchrun(settings, origins, log=environment.rank == 0)
-        config = _resolve(settings, origins, log=environment.rank == 0)
-        return serve_under_torchrun(config, environment)
+        with telling_others(settings):
+            return serve_node(_resolve(settings, origins, log=True))
     from moed.server.launcher import serve
 
     return serve(_resolve(settings, origins, log=True))
+
+
+def _serve_under_torchrun(
+    settings: ServeSettings, origins: Mapping[str, str], environment: "LaunchEnvironment"
+) -> NoReturn:
+    """Leaves with the exit code; what is wrong with the settings here, the other nodes hear too."""
+    from moed.server.lifecycle import leave
+    from moed.server.node_of_rank import tell_others
+    from moed.server.torchrun import serve_under_torchrun, settings_under_torchrun
+
+    try:
+        settings, origins = settings_under_torchrun(settings, origins, environment)
+        settings, origins = _within_torchrun(settings, origins, log=environment.rank == 0)
+        config = _resolve(settings, origins, log=environment.rank == 0)
+        leave(serve_under_torchrun(config, environment))
+    except MoedError as error:
+        print(f"moed: {error}", file=sys.stderr, flush=True)
+        if not environment.is_single_node:
+            tell_others(environment, 1, error)
+        leave(error.exit_code)
 
 
 def _within_torchrun(

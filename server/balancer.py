@@ -68,6 +68,11 @@ class Balancer:
         for memory in self._prefixes:
             memory.clear()
 
+    def start_anew(self) -> None:
+        """The ranks have forgotten all they had."""
+        self.loads = [0] * self.num_ranks
+        self.forget_prefixes()
+
     def choose(self, work: Work, wanted_rank: int | None) -> Placed:
         """A rank for `work`, which is counted at once. `wanted_rank` is obeyed."""
         placed = [self._placed(rank, work) for rank in range(self.num_ranks)]

@@ -11,11 +11,12 @@ from moed.config.graphs import graph_shapes
 from moed.config.kv_layout import kv_layout
 from moed.config.weight_bytes import weight_bytes
 from moed.config.windows import layers_with_own_blocks
-from moed.dist.agreement import Agreement, RankState, compare_at_start, gather_ints
+from moed.dist.agreement import Agreement, RankState, gather_ints
 from moed.dist.all2all.base import All2AllBackend
 from moed.dist.groups import Groups
 from moed.dist.registry import create_backend
 from moed.dist.selfcheck import check_backend
+from moed.moe.attention_choice import keep_attention
 from moed.moe.kv_cache import (
     KVCache,
     LatentCache,
@@ -31,6 +32,7 @@ from moed.server.grammar_masks import NO_MASKS, GrammarMasks
 from moed.server.graph_inputs import GraphInputs
 from moed.server.graph_runner import GraphRunner
 from moed.server.graphs import recorder_for
+from moed.server.heartbeats import Heartbeat
 from moed.server.kv_sizing import MIB, decide_max_model_len, own_num_blocks
 from moed.server.member_loop import MemberLoop, run_warm_up
 from moed.server.messages import AddRequest, RankProgress, RankReady, SamplingParams
@@ -38,6 +40,7 @@ from moed.server.model_runner import ModelRunner, Runner
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler
 from moed.server.step_plan import StepPlan, StepPlans
+from moed.server.watched import WatchedAgreement, WatchedBackend
 from moed.server.window_blocks import WindowBlocks
 
 logger = logging.getLogger(__name__)
@@ -50,23 +53,30 @@ WARM_UP_STEP_ID = 0
 class Engine:
     """`start`, then `run`, on every rank of the group."""
 
-    def __init__(self, config: EngineConfig, groups: Groups, channel: Channel) -> None:
+    def __init__(
+        self, config: EngineConfig, groups: Groups, channel: Channel, heartbeat: Heartbeat | None
+    ) -> None:
+        """`heartbeat`: where a watchdog looks; None: there is none."""
         self._config = config
+        self._heartbeat = heartbeat
         self._groups = groups
         self._channel = channel
         self._device = groups.compute_device
-        self._faults = Faults(config.fault_injection, groups.rank)
+        self._faults = Faults(config.fault_injection, groups.rank, groups.epoch)
+        self._grammars: GrammarMasks | None = None
         self._backend: All2AllBackend | None = None
         self._loop: EngineLoop | MemberLoop | None = None
         self._plans = StepPlans(groups, self._device)
+        # What outlives the group.
+        self._model: Decoder | None = None
+        self._kv_cache: KVCache | LatentCache | None = None
+        self._num_kept_blocks = 0
 
     def start(self, startup_s: dict[str, float]) -> None:
         """Load, size, warm up, and send `RankReady` with `startup_s` and the phases from here on.
 
-        Raises `RankMismatch`, `ConfigError`, `ModelError` or `PeerLost`.
+        Raises `ConfigError`, `ModelError` or `PeerLost`.
         """
-        self._progress("comparing settings with the other ranks")
-        compare_at_start(self._groups, self._config.agreement_items())
         load_started = time.monotonic()
         model = self._load()
         kv_started = time.monotonic()
@@ -79,7 +89,7 @@ class Engine:
             self._device,
             has_window_blocks=blocks.window_blocks is not None,
         )
-        agreement = Agreement(self._groups, self._config.parallel, self._config.digest())
+        agreement = self._agreement()
         self._progress("warming up")
         reports = ExpertReports(self._groups.rank, model, self._channel.send)
         if self._groups.tensor_rank:
@@ -101,7 +111,7 @@ class Engine:
                 agreement=agreement,
                 channel=self._channel,
                 faults=self._faults,
-                grammars=GrammarMasks(self._config.model, self._config.parallel.num_threads),
+                grammars=self._grammar_masks(),
                 expert_reports=reports,
                 first_step_id=WARM_UP_STEP_ID + 1,
             )
@@ -122,6 +132,19 @@ class Engine:
             )
         )
 
+    def leave(self) -> None:
+        """Let go of the group, which has failed or been aborted; weights and KV cache stay."""
+        self._backend = self._loop = None
+
+    def rejoin(self, groups: Groups, channel: Channel, startup_s: dict[str, float]) -> None:
+        """As `start`, in a new group, with the weights and the KV cache of before and no request.
+        Call `leave` first.
+        """
+        self._groups, self._channel = groups, channel
+        self._plans = StepPlans(groups, self._device)
+        self._faults.on_rejoin()
+        self.start(startup_s)
+
     def run(self) -> None:
         """Serve until all ranks agree to stop; `start` must have returned. Raises what goes wrong
         in a step.
@@ -131,6 +154,20 @@ class Engine:
         # Only together, after an orderly end: a buffer may wait for peers that are gone otherwise.
         if self._backend is not None:
             self._backend.close()
+
+    def _agreement(self) -> Agreement:
+        """Collective."""
+        if self._heartbeat is not None:
+            return WatchedAgreement(self._groups, self._config, self._heartbeat)
+        return Agreement(self._groups, self._config.parallel, self._config.digest())
+
+    def _grammar_masks(self) -> GrammarMasks:
+        """Made once: it has a thread and compiled grammars, and of requests only what it can
+        rebuild.
+        """
+        if self._grammars is None:
+            self._grammars = GrammarMasks(self._config.model, self._config.parallel.num_threads)
+        return self._grammars
 
     def _load(self) -> Decoder:
         """The dispatch backend, checked with known rows, and the model with this rank's experts."""
@@ -146,9 +183,17 @@ class Engine:
             self._device,
         )
         check_backend(self._backend, self._groups, config, placement)
+        if self._heartbeat is not None:
+            self._backend = WatchedBackend(self._backend, self._heartbeat)
+        if self._model is not None:
+            self._progress("waiting for the ranks that load the model")
+            self._model.join(self._groups, self._backend)
+            keep_attention(config, self._model.attention, self._groups)
+            return self._model
         self._progress("loading the model")
         self._faults.on_load()
-        return load_model(config, self._groups, self._backend, self._progress)
+        self._model = load_model(config, self._groups, self._backend, self._progress)
+        return self._model
 
     def _size_kv_cache(self) -> tuple[KVCache | LatentCache, BlockManager, int]:
         """The cache, its blocks, and L: agreed, since every rank takes the smallest number."""
@@ -156,7 +201,9 @@ class Engine:
         dtype = getattr(torch, config.model.dtype)
         kv_heads = local_kv_heads(config.model, config.parallel.tensor_parallel_size)
         layout = kv_layout(config)
-        own = self._faults.kv_blocks(own_num_blocks(config, layout, self._device))
+        own = self._num_kept_blocks
+        if self._kv_cache is None:
+            own = self._faults.kv_blocks(own_num_blocks(config, layout, self._device))
         num_blocks = min(gather_ints(self._groups, own))
         num_window_blocks = layout.num_window_blocks(num_blocks)
         max_model_len = decide_max_model_len(config, num_blocks, layout)
@@ -170,15 +217,18 @@ class Engine:
         )
         # One more block than requests may hold, where graphs put what only fills them up.
         num_scrap = int(bool(config.runner.graph_buckets))
-        kv_cache = make_kv_cache(
-            config.model,
-            kv_heads,
-            num_blocks + num_scrap,
-            num_window_blocks + num_scrap,
-            block_size,
-            dtype,
-            self._device,
-        )
+        kv_cache = self._kv_cache
+        if kv_cache is None:
+            kv_cache = make_kv_cache(
+                config.model,
+                kv_heads,
+                num_blocks + num_scrap,
+                num_window_blocks + num_scrap,
+                block_size,
+                dtype,
+                self._device,
+            )
+        self._kv_cache, self._num_kept_blocks = kv_cache, num_blocks
         windows, window_blocks = layers_with_own_blocks(config.model), None
         if windows is not None:
             window_blocks = WindowBlocks(num_window_blocks, windows.window, block_size)

@@ -10,14 +10,16 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from moed.config.engine_config import EngineConfig
-from moed.server.balancer import Balancer, Work
+from moed.server.balancer import Balancer, Placed, Work
+from moed.server.channel import first_wake_number
 from moed.server.drain_rate import DrainRate
 from moed.server.ended_requests import EndedChoice, EndedRequest, Origin
 from moed.server.health import Health
+from moed.server.lifecycle import FrontendPlace
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
@@ -46,9 +48,14 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD_OUTPUTS = 1024
 RESUME_UNREAD_OUTPUTS = 256
 
+# Losses of the group in a row, with no token between them, that one request may be part of.
+MAX_LOSSES = 3
+
 
 class Channel(Protocol):
     """What is needed of `moed.server.channel.FrontendChannel`."""
+
+    def start_epoch(self, epoch: int) -> None: ...
 
     async def receive(self) -> FromEngine: ...
 
@@ -90,22 +97,56 @@ class OpenChoice:
 
     request_id: str
     index: int
-    rank: int
     epoch: int
     submission: "Submission"
-    load: int
-    """Tokens counted for it at the balancer."""
-    num_prefill_tokens: int
-    """Those of them that its first output takes off."""
-    next_output_index: int
+    spec: "ChoiceSpec"
+    keys: Sequence[bytes]
+    """Of the prompt's blocks that a rank may know already."""
+    follows: bool
+    """It has the prompt of the choice before it, and goes to the same rank."""
+    wanted_rank: int | None
+    priority: int
+    cache_salt: str | None
     submitted_at: float
     num_prompt_tokens: int
     max_tokens: int
+    rank: int = 0
+    load: int = 0
+    """Tokens counted for it at the balancer."""
+    num_prefill_tokens: int = 0
+    """Those of them that the next output takes off, unless `is_prefilled`."""
+    is_prefilled: bool = False
+    next_output_index: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     queue_s: float = 0.0
     first_token_at: float | None = None
     last_token_at: float | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    """What has come so far: with the spec, all that another engine needs to go on."""
+    num_losses: int = 0
+    """How often in a row its group was lost before it got another token."""
+
+    def work(self, keys: Sequence[bytes], block_size: int) -> Work:
+        """What is left to do."""
+        num_prompt = len(self.spec.prompt_token_ids) + len(self.output_token_ids)
+        num_left = self.spec.params.max_tokens - len(self.output_token_ids)
+        return Work(num_prompt, num_left, keys, block_size)
+
+    def place(self, placed: Placed) -> None:
+        self.rank, self.load = placed.rank, placed.load
+        self.num_prefill_tokens, self.is_prefilled = placed.num_prefill_tokens, False
+
+    def message(self) -> AddRequest:
+        return AddRequest(
+            request_id=self.request_id,
+            epoch=self.epoch,
+            prompt_token_ids=self.spec.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+            params=self.spec.params,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
 
     def ended(self, reason: str, now: float) -> EndedChoice:
         return EndedChoice(
@@ -132,7 +173,7 @@ class Submission:
         self._outputs: deque[tuple[int, TokenOutput]] = deque()
         self._failure: GenerationFailed | None = None
         self._has_news = asyncio.Event()
-        self._is_paused = False
+        self.is_paused = False
         self.open: dict[int, OpenChoice] = {}
         self.ended: list[EndedChoice] = []
         self.origin = origin
@@ -141,8 +182,8 @@ class Submission:
     def put(self, index: int, output: TokenOutput) -> None:
         self._outputs.append((index, output))
         self._has_news.set()
-        if len(self._outputs) >= MAX_UNREAD_OUTPUTS and not self._is_paused and self.open:
-            self._is_paused = True
+        if len(self._outputs) >= MAX_UNREAD_OUTPUTS and not self.is_paused and self.open:
+            self.is_paused = True
             self._client.pause(self)
 
     def fail(self, error: GenerationFailed) -> None:
@@ -161,8 +202,8 @@ class Submission:
             self._has_news.clear()
             await self._has_news.wait()
         taken = [outputs.popleft() for _ in range(min(most, len(outputs)))]
-        if self._is_paused and len(outputs) <= RESUME_UNREAD_OUTPUTS:
-            self._is_paused = False
+        if self.is_paused and len(outputs) <= RESUME_UNREAD_OUTPUTS:
+            self.is_paused = False
             self._client.resume(self)
         return taken
 
@@ -195,7 +236,13 @@ class EngineClient:
     """All open requests of this front end. Use from one event loop; `run` must be running."""
 
     def __init__(
-        self, config: EngineConfig, channel: Channel, health: Health, metrics: Metrics
+        self,
+        config: EngineConfig,
+        channel: Channel,
+        health: Health,
+        metrics: Metrics,
+        *,
+        place: FrontendPlace,
     ) -> None:
         self._config = config
         self._channel = channel
@@ -206,14 +253,21 @@ class EngineClient:
         self._num_members = config.parallel.tensor_parallel_size
         self._balancer = Balancer(self._num_ranks)
         self._choices: dict[str, OpenChoice] = {}
-        self._wake_number = 0
+        self.wake_number = first_wake_number(place.number)
         self._is_stopped = False
+        self.epoch = place.epoch
+        """Of the group that is there, or being formed."""
+        # Between groups. A front end that takes over has ranks to wake when it has heard of all.
+        self._is_holding = place.number > 0 or place.epoch > 0
+        self._hold_timer: asyncio.TimerHandle | None = None
         self._ready: dict[int, RankReady] = {}
         self.context_length = 0
         """Most prompt plus output tokens of one request; 0 until the ranks are ready."""
         self.num_kv_blocks = 0
         """Per rank; 0 until the ranks are ready."""
         self._drain_rate = DrainRate()
+        self.on_wake: Callable[[int], None] = lambda wake_number: None
+        """Called with each wake number that the ranks are told."""
         self.on_request_end: list[Callable[[EndedRequest], None]] = []
         """All called with each HTTP request whose choices have all ended."""
 
@@ -245,6 +299,8 @@ class EngineClient:
                 self._balancer.remember_blocks(self.num_kv_blocks)
                 self._metrics.on_rank_ready(message)
                 self._health.on_rank_ready(message.rank)
+                if self._is_holding and len(self._ready) == self._num_processes:
+                    self._resume()
                 on_rank_ready(message)
 
     def _on_step(self, step: StepOutputs) -> None:
@@ -282,6 +338,7 @@ class EngineClient:
         if fresh.output_index == 0:
             choice.num_cached_tokens, choice.queue_s = fresh.num_cached_tokens, fresh.queue_s
         if fresh.token_ids:
+            choice.output_token_ids += fresh.token_ids
             self._on_tokens(choice, len(fresh.token_ids), now)
         if fresh.finish_reason is not None:
             choice.num_preemptions = fresh.num_preemptions
@@ -290,11 +347,12 @@ class EngineClient:
 
     def _on_tokens(self, choice: OpenChoice, num_tokens: int, now: float) -> None:
         choice.next_output_index += num_tokens
+        choice.num_losses = 0
         self._metrics.requests.on_tokens(
             choice.rank, choice.submitted_at, choice.last_token_at, num_tokens, now
         )
-        done = num_tokens + (choice.num_prefill_tokens if choice.last_token_at is None else 0)
-        done = min(done, choice.load)
+        done = num_tokens + (0 if choice.is_prefilled else choice.num_prefill_tokens)
+        done, choice.is_prefilled = min(done, choice.load), True
         choice.load -= done
         self._balancer.done(choice.rank, done)
         if choice.first_token_at is None:
@@ -337,47 +395,43 @@ class EngineClient:
         submission = Submission(self, len(specs), origin)
         now = time.monotonic()
         keys: list[bytes] = []
-        rank = wanted_rank
         for index, spec in enumerate(specs):
             follows = index > 0 and spec.prompt_token_ids is specs[index - 1].prompt_token_ids
             if not follows:
                 keys = self._block_keys(spec, cache_salt)
-            work = Work(
-                len(spec.prompt_token_ids),
-                spec.params.max_tokens,
-                keys,
-                self._config.cache.block_size,
-            )
-            placed = self._balancer.choose(work, rank if follows and keys else wanted_rank)
-            rank = placed.rank
             choice = OpenChoice(
                 request_id=uuid.uuid4().hex,
                 index=index,
-                rank=rank,
-                epoch=0,
+                epoch=self.epoch,
                 submission=submission,
-                load=placed.load,
-                num_prefill_tokens=placed.num_prefill_tokens,
-                next_output_index=0,
+                spec=spec,
+                keys=keys,
+                follows=follows and bool(keys),
+                wanted_rank=wanted_rank,
+                priority=priority,
+                cache_salt=cache_salt,
                 submitted_at=now,
                 num_prompt_tokens=len(spec.prompt_token_ids),
                 max_tokens=spec.params.max_tokens,
             )
             self._choices[choice.request_id] = choice
             submission.open[index] = choice
-            self._send(
-                choice.rank,
-                AddRequest(
-                    request_id=choice.request_id,
-                    epoch=choice.epoch,
-                    prompt_token_ids=spec.prompt_token_ids,
-                    params=spec.params,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                ),
-            )
-        self._wake()
+        if not self._is_holding:
+            self._give(list(submission.open.values()))
         return submission
+
+    def _give(self, choices: Sequence[OpenChoice]) -> None:
+        """To ranks, from where they are; then all ranks are woken."""
+        before: OpenChoice | None = None
+        for choice in choices:
+            rank = choice.wanted_rank
+            if choice.follows and before is not None and before.submission is choice.submission:
+                rank = before.rank
+            work = choice.work(choice.keys, self._config.cache.block_size)
+            choice.place(self._balancer.choose(work, rank))
+            self._send(choice.rank, choice.message())
+            before = choice
+        self._wake()
 
     def _block_keys(self, spec: ChoiceSpec, cache_salt: str | None) -> list[bytes]:
         """Of the prompt's blocks that a rank may know already; of none where it does not look."""
@@ -393,6 +447,8 @@ class EngineClient:
     def forget_prefixes(self) -> None:
         """Have every rank compute the prompts of new requests in full."""
         self._balancer.forget_prefixes()
+        if self._is_holding:
+            return  # a new group knows none
         for rank in range(self._num_ranks):
             self._send(rank, ForgetPrefixes())
         self._wake()
@@ -429,7 +485,7 @@ class EngineClient:
         kind: type[AbortRequests] | type[PauseRequests] | type[ResumeRequests],
     ) -> None:
         """To each rank those of `choices` that it has."""
-        if self._is_stopped or not choices:
+        if self._is_stopped or self._is_holding or not choices:
             return
         by_rank: dict[int, list[str]] = {}
         for choice in choices:
@@ -443,9 +499,63 @@ class EngineClient:
         self._channel.send(rank * self._num_members, message)
 
     def _wake(self) -> None:
-        self._wake_number += 1
+        self.wake_number += 1
         for process in range(self._num_processes):
-            self._channel.send(process, Wake(self._wake_number))
+            self._channel.send(process, Wake(self.wake_number))
+        self.on_wake(self.wake_number)
+
+    # Another group -------------------------------------------------------------------------------
+
+    def hold(self, epoch: int) -> None:
+        """The group is lost: keep what is open until all ranks of `epoch` are ready."""
+        was_holding, self._is_holding = self._is_holding, True
+        self.epoch = epoch
+        self._channel.start_epoch(epoch)
+        self._ready = {}
+        self._balancer.start_anew()
+        for choice in list(self._choices.values()):
+            choice.load = 0
+            choice.epoch = epoch
+            choice.num_losses += not was_holding
+        self._drop_those_in_all_losses()
+        if self._hold_timer is None:
+            timeout_s = self._config.server.recovery.recovery_timeout_s
+            loop = asyncio.get_running_loop()
+            self._hold_timer = loop.call_later(timeout_s, self._give_up_holding, timeout_s)
+
+    def _drop_those_in_all_losses(self) -> None:
+        """A request may be what ends the ranks: it is not tried for ever."""
+        suspects = [c for c in self._choices.values() if c.num_losses >= MAX_LOSSES]
+        for choice in suspects:
+            self._end(choice, "error")
+            choice.submission.fail(
+                GenerationFailed(
+                    f"a rank has failed {MAX_LOSSES} times in a row while this request ran, "
+                    "without giving it a token: it is not tried again"
+                )
+            )
+
+    def _give_up_holding(self, timeout_s: float) -> None:
+        reason = (
+            f"the ranks have not recovered within {timeout_s:g} s (recovery_timeout): "
+            f"{self._health.reason}"
+        )
+        self._health.give_up_holding(reason)
+        self.fail_all(reason)
+
+    def _resume(self) -> None:
+        """All ranks of the new group are ready: they go on where the old one was."""
+        self._is_holding = False
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
+        if self._choices:
+            logger.info("going on with %d open request(s)", len(self._choices))
+        # Wakes them also with nothing to do: wake numbers of before may differ.
+        choices = list(self._choices.values())
+        self._give(choices)
+        paused = [c for c in choices if c.submission.is_paused]
+        self._tell_ranks(paused, PauseRequests)
 
     # The end -------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from moed.server.messages import (
     AddRequest,
     ForgetPrefixes,
     FromEngine,
+    FrontendReplaced,
     PauseRequests,
     RankStats,
     ResumeRequests,
@@ -152,11 +153,19 @@ class EngineLoop:
                     self._scheduler.resume(message.request_ids)
                 case Wake():
                     self._wake_number = max(self._wake_number, message.number)
+                case FrontendReplaced():
+                    self._forget_requests()
                 case ForgetPrefixes():
                     self._blocks.forget_prefixes()
                 case Shutdown():
                     self._is_stopping = True
                     self._scheduler.abort_all()
+
+    def _forget_requests(self) -> None:
+        """Nobody waits for them any more; who takes over is told where this rank stands."""
+        self._scheduler.abort_all()
+        self._early_outputs = []
+        self._channel.send(StepOutputs(self._rank, [], self._stats()))
 
     def _add(self, message: AddRequest) -> None:
         if self._is_stopping:

@@ -76,6 +76,8 @@ class ExpertLoads:
         self._layers: list[int] = []
         # [layers, R, E]; each process its own part.
         self._counts = np.zeros((0, self._num_ranks, self._num_experts), dtype=np.int64)
+        # Of groups before, in the same shape.
+        self._base = self._counts
         self._marks: deque[tuple[float, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]] = deque()
 
     def add(self, report: ExpertLoad) -> None:
@@ -85,11 +87,17 @@ class ExpertLoads:
             self._counts = np.zeros(
                 (len(report.layers), self._num_ranks, self._num_experts), dtype=np.int64
             )
+            self._base = self._counts.copy()
             self._marks.append((self._clock(), self._counts.copy()))
         self._mark()
         for index, layer in enumerate(report.layers):
             experts = self._config.placement(layer).local_expert_ids(report.rank)
-            self._counts[index, report.rank, list(experts)] = report.rows[index][: len(experts)]
+            own = index, report.rank, list(experts)
+            self._counts[own] = self._base[own] + report.rows[index][: len(experts)]
+
+    def start_anew(self) -> None:
+        """The processes count from 0 again; what is known stays."""
+        self._base = self._counts.copy()
 
     def _mark(self) -> None:
         """Remember the counts every now and then, and forget what lies before the window."""

@@ -1,6 +1,8 @@
 """Faults on demand, for tests: parsed from `EngineConfig.fault_injection`.
 
-`kill:rank=1:step=20` SIGKILL in that step; `raise:rank=1:step=5` an exception in it;
+`kill:rank=1:step=20` SIGKILL in that step; `raise:rank=1:step=5` an exception in it; both in the
+first epoch only, as `stop:rank=1:step=9` SIGSTOP and `hang:rank=1:step=9`, which never ends that
+step. `kill_again:rank=1:step=5` SIGKILL in that step of every epoch.
 `fail_load:rank=1` loading fails; `kv_blocks:rank=1:blocks=48` that many KV blocks on that rank.
 Several are joined by `;`.
 """
@@ -8,6 +10,7 @@ Several are joined by `;`.
 import logging
 import os
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,9 +18,13 @@ from moed.config.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 
+HANG_S = 1e6
 ARGUMENTS = {
     "kill": ("rank", "step"),
     "raise": ("rank", "step"),
+    "kill_again": ("rank", "step"),
+    "stop": ("rank", "step"),
+    "hang": ("rank", "step"),
     "fail_load": ("rank",),
     "kv_blocks": ("rank", "blocks"),
 }
@@ -35,8 +42,9 @@ class Fault:
 class Faults:
     """The faults of one rank; does nothing when there are none."""
 
-    def __init__(self, text: str | None, rank: int) -> None:
+    def __init__(self, text: str | None, rank: int, epoch: int) -> None:
         """Raises `ConfigError` for what cannot be parsed."""
+        self._epoch = epoch
         every = [_parse(part.strip()) for part in (text or "").split(";") if part.strip()]
         self._own = [fault for fault in every if fault.arguments["rank"] == rank]
         for fault in self._own:
@@ -47,14 +55,27 @@ class Faults:
         for fault in self._of("fail_load"):
             raise ModelError(f"injected fault {fault.text}: the model could not be loaded")
 
+    def on_rejoin(self) -> None:
+        """The group is another one."""
+        self._epoch += 1
+
     def on_step(self, step_id: int) -> None:
         """Ends the process, or raises `RuntimeError`, in the step that was named."""
+        for fault in self._of("kill_again"):
+            if fault.arguments["step"] == step_id:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self._epoch:
+            return
         for fault in self._of("raise"):
             if fault.arguments["step"] == step_id:
                 raise RuntimeError(f"injected fault {fault.text}")
-        for fault in self._of("kill"):
+        for kind, number in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
+            for fault in self._of(kind):
+                if fault.arguments["step"] == step_id:
+                    os.kill(os.getpid(), number)
+        for fault in self._of("hang"):
             if fault.arguments["step"] == step_id:
-                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(HANG_S)
 
     def kv_blocks(self, num_blocks: int) -> int:
         """This rank's own number of KV blocks, before ranks agree."""

@@ -5,10 +5,10 @@ ready, drains and stops as the launcher says.
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
-from collections.abc import Generator
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -25,9 +25,12 @@ from moed.server.channel import FrontendChannel
 from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
-from moed.server.lifecycle import die_with_parent
+from moed.server.http_server import HttpServer
+from moed.server.lifecycle import FrontendPlace, die_with_parent
+from moed.server.links import Links
 from moed.server.logs import setup_logging
 from moed.server.messages import (
+    Active,
     Drain,
     Drained,
     FromFrontend,
@@ -35,7 +38,10 @@ from moed.server.messages import (
     GroupReady,
     RankLost,
     RankReady,
+    RankSlow,
+    Regrouping,
     Serving,
+    StopAsked,
     StopNow,
     ToFrontend,
 )
@@ -50,7 +56,7 @@ FLUSH_S = 1.0
 # Connections that are still open when the server leaves.
 CLOSE_S = 1
 KEEP_CONNECTION_S = 75
-DATE_RENEWAL_S = 1.0
+WAKE_INTERVAL_S = 1.0
 
 _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 
@@ -58,7 +64,7 @@ _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 def run_frontend(
     config: EngineConfig,
     http_socket: socket.socket,
-    channel_address: str,
+    place: FrontendPlace,
     launcher_pipe: Connection,
 ) -> None:
     """Target of the front end's process; returns after a stop."""
@@ -71,7 +77,7 @@ def run_frontend(
     # uvicorn's own story of its start; the launcher tells it better.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").addFilter(is_worth_logging)
-    frontend = Frontend(config, http_socket, channel_address, launcher_pipe)
+    frontend = Frontend(config, http_socket, place, launcher_pipe)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(frontend.serve())
@@ -93,35 +99,6 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
     )
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn, without its own idea of signals, and with a call when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._stopped = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def main_loop(self) -> None:
-        """Renew the Date header once a second; uvicorn's own loop looks for the end ten times."""
-        while not self.should_exit:
-            # Every call with a multiple of ten renews it.
-            await self.on_tick(0)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), DATE_RENEWAL_S)
-
-    def stop(self) -> None:
-        """Leave, with what connections are still open after `CLOSE_S` cut off."""
-        self.should_exit = True
-        self._stopped.set()
-
-    async def wait_started(self) -> None:
-        while not self.started:
-            await asyncio.sleep(0.005)
-
-
 class Frontend:
     """Everything that lives in the front end's process."""
 
@@ -129,23 +106,29 @@ class Frontend:
         self,
         config: EngineConfig,
         http_socket: socket.socket,
-        channel_address: str,
+        place: FrontendPlace,
         launcher_pipe: Connection,
     ) -> None:
         self._config = config
         self._http_socket = http_socket
-        self._channel_address = channel_address
+        self._place = place
         self._pipe = launcher_pipe
         self._commands: asyncio.Queue[ToFrontend] = asyncio.Queue()
         self._is_serving = False
+        self._told_wake_at = -math.inf
+        self._wake_timer: asyncio.TimerHandle | None = None
         self._has_announced = False
 
     async def serve(self) -> None:
         """Serve until `StopNow`, or until the launcher is gone."""
-        channel = FrontendChannel(self._channel_address)
+        listener = self._place.listener
+        listen_fd = None if listener is None else listener.detach()
+        channel = FrontendChannel(self._place.wire, listen_fd, self._place.epoch)
         health = Health(self._config.parallel.world_size)
+        links = Links(channel, health, lambda: self._tell(StopAsked()))
         metrics = Metrics(self._config)
-        self._engine = EngineClient(self._config, channel, health, metrics)
+        self._engine = EngineClient(self._config, links, health, metrics, place=self._place)
+        self._engine.on_wake = self._on_wake
         observability, tracing = self._config.server.observability, None
         if observability.log_requests:
             self._engine.on_request_end.append(log_request)
@@ -166,6 +149,7 @@ class Frontend:
                     tasks.create_task(self._load_text_tools()),
                     tasks.create_task(self._announce()),
                     tasks.create_task(tell_status(metrics.all_stats)),
+                    tasks.create_task(self._watch(links)),
                 ]
                 http = tasks.create_task(self._server.serve(sockets=[self._http_socket]))
                 await self._obey()
@@ -180,6 +164,15 @@ class Frontend:
             channel.close()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
+
+    async def _watch(self, links: Links) -> None:
+        """Raises `PeerLost` for a node that is gone, once the clients know."""
+        try:
+            await links.watch()
+        except MoedError as error:
+            self._engine.lose_group(str(error))
+            await self._state.open_requests.wait_empty(FLUSH_S)
+            raise
 
     def _uvicorn_config(self) -> uvicorn.Config:
         tls = self._config.server.tls
@@ -229,12 +222,15 @@ class Frontend:
         self._check_ready()
 
     def _check_ready(self) -> None:
-        if self._state.health.is_ready and self._is_serving and not self._has_announced:
+        # Also when it leaves meanwhile: the ranks must know that their group is complete.
+        is_complete = self._state.health.is_complete
+        if is_complete and self._is_serving and not self._has_announced:
             self._has_announced = True
             self._tell(
                 GroupReady(
                     num_kv_blocks=self._engine.num_kv_blocks,
                     max_model_len=self._engine.context_length,
+                    epoch=self._engine.epoch,
                 )
             )
 
@@ -265,6 +261,10 @@ class Frontend:
                     num_unfinished = self._engine.lose_group(error)
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     self._tell(Drained(num_unfinished=num_unfinished))
+                case Regrouping(epoch, rank, error):
+                    self._on_regrouping(epoch, rank, error)
+                case RankSlow(error):
+                    self._state.health.stall(error)
                 case Drain():
                     if draining is None:
                         self._state.health.announce_drain()
@@ -277,6 +277,25 @@ class Frontend:
                     self._engine.shut_down()
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     return
+
+    def _on_wake(self, wake_number: int) -> None:
+        """Tell the launcher, which watches the ranks then: at most once in `WAKE_INTERVAL_S`."""
+        if self._wake_timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        wait_s = self._told_wake_at + WAKE_INTERVAL_S - loop.time()
+        self._wake_timer = loop.call_later(max(0.0, wait_s), self._tell_wake)
+
+    def _tell_wake(self) -> None:
+        self._wake_timer = None
+        self._told_wake_at = asyncio.get_running_loop().time()
+        self._tell(Active(self._engine.wake_number))
+
+    def _on_regrouping(self, epoch: int, rank: int | None, error: str) -> None:
+        self._state.health.recover(rank, error)
+        self._state.metrics.on_regroup(rank)
+        self._engine.hold(epoch)
+        self._has_announced = False
 
     async def _drain(self) -> None:
         """Let open requests finish within the timeout, then have all ranks leave together."""

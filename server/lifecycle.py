@@ -1,12 +1,34 @@
 """How a child process stays tied to its parent, and how a process's end reads to a person."""
 
+import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
+from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import NoReturn
+
+from moed.server.wire import Wire
+
+
+@dataclass(frozen=True)
+class FrontendPlace:
+    """What a front end must know of those before it."""
+
+    wire: Wire
+    """Where it listens for the ranks."""
+    number: int
+    """How many there have been before."""
+    epoch: int
+    """Of the group of ranks."""
+    listener: socket.socket | None = None
+    """Bound to the address of a wire between nodes."""
+
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -38,6 +60,17 @@ def wait_for(sentinel: int, timeout_s: float | None) -> bool:
 def _end_after(sentinel: int) -> None:
     wait_for(sentinel, None)
     os._exit(1)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process now, with all that was logged written. Threads that libraries have left
+    behind can abort a process whose interpreter ends in the usual way.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def describe_exit(exit_code: int | None) -> str:

@@ -105,12 +105,30 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop together with the other ranks, once all have been told."""
 
 
+class FrontendReplaced(msgspec.Struct, frozen=True, tag="frontend_replaced"):
+    """The front end has ended and another one takes its place: its requests are nobody's. From the
+    launcher, by the engine's own channel.
+    """
+
+
 class ForgetPrefixes(msgspec.Struct, frozen=True, tag="forget_prefixes"):
     """Compute every new request's prompt from its first token, whatever the KV cache holds."""
 
 
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The front end's answer to a node's `NodeBeat`."""
+
+
 ToEngine = (
-    AddRequest | AbortRequests | PauseRequests | ResumeRequests | Wake | Shutdown | ForgetPrefixes
+    AddRequest
+    | AbortRequests
+    | PauseRequests
+    | ResumeRequests
+    | Wake
+    | Shutdown
+    | ForgetPrefixes
+    | FrontendReplaced
+    | Beat
 )
 
 
@@ -257,10 +275,21 @@ class RankProgress(msgspec.Struct, frozen=True, tag="progress"):
     phase: str
 
 
-FromEngine = StepOutputs | ExpertLoad | StepDurations | RankReady | RankProgress
+class NodeBeat(msgspec.Struct, frozen=True, tag="node_beat"):
+    """From each node but the first, every second: it is there, and the way to it is open."""
+
+    node: int
+    name: str
+    """Of the host."""
+    ranks: list[int]
+    is_stopping: bool = False
+    """Somebody has asked this node to stop: the whole group will."""
 
 
-class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
+FromEngine = StepOutputs | ExpertLoad | StepDurations | RankReady | RankProgress | NodeBeat
+
+
+class RankFailure(msgspec.Struct, frozen=True, tag="failure", kw_only=True):
     """A rank's last words, to the launcher."""
 
     rank: int
@@ -271,6 +300,63 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
     is_consequence: bool
     """True when it only lost a peer; the peer's own failure is the cause."""
     exit_code: int
+
+
+class AtDoor(msgspec.Struct, frozen=True, tag="at_door"):
+    """This rank has left every older group, and waits to be told to `Join`."""
+
+    rank: int
+    epoch: int
+
+
+class PeerGone(msgspec.Struct, frozen=True, tag="peer_gone"):
+    """This rank is well, and a collective of its group has failed."""
+
+    rank: int
+    epoch: int
+    error: str
+
+
+FromRank = RankFailure | AtDoor | PeerGone
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Give up the group, whatever it is doing, and come to the door of `epoch`: `AtDoor`."""
+
+    epoch: int
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """All ranks are at the door: form the group. Rank 0 gets the store's socket right after."""
+
+    epoch: int
+    store_port: int
+
+
+class NewFrontend(msgspec.Struct, frozen=True, tag="new_frontend"):
+    """The front end has ended; another one will listen at `address`."""
+
+    number: int
+    """How many there have been before."""
+    address: str
+
+
+ToRank = Leave | Join | NewFrontend
+
+
+class Regrouping(msgspec.Struct, frozen=True, tag="regrouping"):
+    """A rank is gone, and the group is formed anew: requests are held until it is ready."""
+
+    epoch: int
+    rank: int | None
+    """None: all are there, and did not get on."""
+    error: str
+
+
+class RankSlow(msgspec.Struct, frozen=True, tag="rank_slow"):
+    """A rank keeps the others waiting; empty: not any more."""
+
+    error: str
 
 
 class RankLost(msgspec.Struct, frozen=True, tag="rank_lost"):
@@ -289,7 +375,7 @@ class StopNow(msgspec.Struct, frozen=True, tag="stop_now"):
     """End open requests with an error event, tell all ranks `Shutdown`, and leave."""
 
 
-ToFrontend = RankLost | Drain | StopNow
+ToFrontend = RankLost | Regrouping | RankSlow | Drain | StopNow
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
@@ -301,6 +387,13 @@ class GroupReady(msgspec.Struct, frozen=True, tag="group_ready", kw_only=True):
 
     num_kv_blocks: int
     max_model_len: int
+    epoch: int = 0
+
+
+class Active(msgspec.Struct, frozen=True, tag="active"):
+    """The ranks have been woken: the watchdog should look at them. Not more than once a second."""
+
+    wake_number: int
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
@@ -317,4 +410,35 @@ class FrontendFailure(msgspec.Struct, frozen=True, tag="frontend_failure", kw_on
     exit_code: int
 
 
-FromFrontend = Serving | GroupReady | Drained | FrontendFailure
+class StopAsked(msgspec.Struct, frozen=True, tag="stop_asked"):
+    """Another node was asked to stop: treated as a signal to this one."""
+
+
+FromFrontend = Serving | GroupReady | Active | Drained | FrontendFailure | StopAsked
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined", kw_only=True):
+    """From the first rank of a node to the node's keeper: all ranks have met."""
+
+    node: int
+    name: str
+    ranks: list[int]
+    address: str
+    secret: bytes
+
+
+class RanksReady(msgspec.Struct, frozen=True, tag="ranks_ready"):
+    """This node's ranks have done a real step with all others."""
+
+
+class NodeStopping(msgspec.Struct, frozen=True, tag="node_stopping"):
+    """This node was asked to stop."""
+
+
+ToKeeper = Joined | RanksReady | NodeStopping
+
+
+class LinkLost(msgspec.Struct, frozen=True, tag="link_lost"):
+    """From a node's keeper: nothing has been heard of the first node for too long."""
+
+    error: str

@@ -6,7 +6,8 @@ Names are `moed:` with the suffixes, labels and buckets that dashboards know fro
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -45,6 +46,24 @@ COUNTERS = (
 )
 
 
+AT_REST = {
+    "num_running": 0,
+    "num_waiting": 0,
+    "num_kv_blocks_used": 0,
+    "num_queued_tokens": 0,
+}
+
+
+def _sum(base: RankStats | None, stats: RankStats) -> RankStats:
+    """`stats` with the counters of `base` added."""
+    if base is None:
+        return stats
+    names = [name for _, name, _ in COUNTERS]
+    counters = {name: getattr(base, name) + getattr(stats, name) for name in names}
+    most = max(base.max_step_tokens, stats.max_step_tokens)
+    return msgspec.structs.replace(stats, max_step_tokens=most, **counters)
+
+
 class Metrics:
     """All series of one front end."""
 
@@ -52,6 +71,8 @@ class Metrics:
         self._model_name = config.model.served_model_names[0]
         self._num_ranks = config.parallel.data_parallel_size
         self._stats: dict[int, RankStats] = {}
+        # What a rank had counted in groups of before.
+        self._bases: dict[int, RankStats] = {}
         self.expert_loads = ExpertLoads(config)
         self._ready: dict[int, RankReady] = {}
         self.registry = CollectorRegistry()
@@ -66,6 +87,14 @@ class Metrics:
             registry=self.registry,
         )
         self._step_tokens = [step_tokens.labels(*own) for own in self._labels()]
+        self.losses = Counter(
+            "moed:rank_losses",
+            "How often the group was formed anew because of this process.",
+            LABELS,
+            registry=self.registry,
+        )
+        for process in range(config.parallel.world_size):
+            self.losses.labels(self._model_name, str(process))
         self.registry.register(_RankCollector(self))
         has_vllm_names = config.server.observability.metrics_compat == "vllm"
         self._shown = _WithVllmNames(self.registry) if has_vllm_names else self.registry
@@ -79,7 +108,26 @@ class Metrics:
     def on_rank_lost(self, rank: int) -> None:
         self._ready.pop(rank, None)
 
+    def on_regroup(self, rank: int | None) -> None:
+        """`rank` was lost, and the group with it: ranks count from 0 again, these series do not."""
+        if rank is not None:
+            self.losses.labels(self._model_name, str(rank)).inc()
+        self.expert_loads.start_anew()
+        self.steps.start_anew()
+        self._ready = {}
+        if not self._stats:
+            return
+        last = max(self._stats.values(), key=lambda stats: stats.num_steps)
+        zeros = dict.fromkeys(["max_step_tokens", *(name for _, name, _ in COUNTERS)], 0)
+        for own in range(self._num_ranks):
+            stats = self._stats.get(own) or msgspec.structs.replace(last, **zeros, rank=own)
+            # They all made the same steps, as far as anybody will know.
+            stats = msgspec.structs.replace(stats, num_steps=last.num_steps, **AT_REST)
+            self._stats[own] = self._bases[own] = stats
+            self.steps.on_stats(stats)
+
     def on_stats(self, stats: RankStats) -> None:
+        stats = _sum(self._bases.get(stats.rank), stats)
         before = self._stats.get(stats.rank)
         self._stats[stats.rank] = stats
         self.steps.on_stats(stats)

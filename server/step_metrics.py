@@ -17,10 +17,16 @@ class StepMetrics:
         self._model_name = model_name
         self._clock = clock
         self._durations: dict[int, StepDurations] = {}
+        self._bases: dict[int, StepDurations] = {}
         self._last_told: dict[int, tuple[float, bool]] = {}
 
+    def start_anew(self) -> None:
+        """The ranks count from 0 again; these series do not."""
+        self._bases = dict(self._durations)
+
     def on_durations(self, durations: StepDurations) -> None:
-        self._durations[durations.rank] = durations
+        base = self._bases.get(durations.rank)
+        self._durations[durations.rank] = durations if base is None else _joined(base, durations)
 
     def on_stats(self, stats: RankStats) -> None:
         is_busy = bool(stats.num_running or stats.num_waiting)
@@ -55,3 +61,13 @@ class StepMetrics:
 def _told(durations: DurationCounts) -> tuple[list[tuple[str, float]], float]:
     """Buckets and sum, as Prometheus has them."""
     return cumulated(STEP_S, durations.counts), durations.sum_s
+
+
+def _joined(base: StepDurations, now: StepDurations) -> StepDurations:
+    steps = {phase: _sum(base.steps[phase], counts) for phase, counts in now.steps.items()}
+    return StepDurations(now.rank, steps, _sum(base.waits, now.waits))
+
+
+def _sum(one: DurationCounts, two: DurationCounts) -> DurationCounts:
+    counts = [a + b for a, b in zip(one.counts, two.counts, strict=True)]
+    return DurationCounts(counts, one.sum_s + two.sum_s)

@@ -11,21 +11,23 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError
+from moed.config.settings import ServeSettings
 from moed.dist.launch import LaunchEnvironment
+from moed.server.http_socket import bind_http
 from moed.server.launcher import (
     FLUSH_S,
-    bind_http,
     log_progress,
-    runtime_folder,
     start_frontend,
 )
 from moed.server.lifecycle import describe_exit
@@ -35,30 +37,53 @@ from moed.server.messages import (
     Drained,
     FromFrontend,
     FrontendFailure,
+    RankFailure,
     RankLost,
+    StopAsked,
     StopNow,
     ToFrontend,
 )
+from moed.server.node_of_rank import NodeOfRank
 from moed.server.rank import describe_failure, serve_rank
-
-if TYPE_CHECKING:
-    from moed.dist.groups import Groups
+from moed.server.wiring import Wiring, open_wire
 
 logger = logging.getLogger(__name__)
 
-MAX_ADDRESS_BYTES = 256
+TORCHRUN_DECIDES = ("nnodes", "node_rank", "master_addr", "master_port")
 EXIT_FRONTEND_DIED = 70
 
 _from_frontend = msgspec.msgpack.Decoder(FromFrontend)
 
 
+def settings_under_torchrun(
+    settings: ServeSettings, origins: Mapping[str, str], environment: LaunchEnvironment
+) -> tuple[ServeSettings, dict[str, str]]:
+    """With what torchrun has decided already. Raises `ConfigError` where it was given twice."""
+    given = [name for name in TORCHRUN_DECIDES if name in origins]
+    if given:
+        raise ConfigError(
+            f"{given[0]} comes from {origins[given[0]]}, and torchrun decides it: leave it out"
+        )
+    num_local = environment.local_world_size
+    if environment.world_size % num_local:
+        raise ConfigError(
+            f"torchrun started {num_local} of {environment.world_size} ranks on this node: give "
+            "all nodes the same --nproc-per-node"
+        )
+    found: dict[str, Any] = {
+        "nnodes": environment.world_size // num_local,
+        "node_rank": environment.rank // num_local,
+    }
+    if found["nnodes"] > 1:
+        found |= {"master_addr": environment.store_host, "master_port": environment.store_port}
+    if "data_parallel_size" not in origins:
+        size = max(1, environment.world_size // settings.tensor_parallel_size)
+        found["data_parallel_size"] = size
+    return replace(settings, **found), {**origins, **dict.fromkeys(found, "torchrun")}
+
+
 def serve_under_torchrun(config: EngineConfig, environment: LaunchEnvironment) -> int:
     """Be one rank of torchrun's group until it stops; returns this process's exit code."""
-    if environment.world_size != environment.local_world_size:
-        raise ConfigError(
-            f"torchrun started {environment.world_size} ranks, {environment.local_world_size} of "
-            "them on this node: several nodes are not served yet. Use --nnodes 1."
-        )
     parallel = config.parallel
     if environment.world_size != parallel.world_size:
         raise ConfigError(
@@ -70,15 +95,21 @@ def serve_under_torchrun(config: EngineConfig, environment: LaunchEnvironment) -
     setup_logging(f"rank {environment.rank}", server.log_level, server.observability.log_format)
     if environment.rank == 0:
         return _serve_first_rank(config, environment)
+    node = NodeOfRank(config, environment, {}, _ignore)
     # Rank 0's front end drains and then stops all ranks together; a signal alone stops none.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, node.on_sigterm)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return _serve(config, environment, "")
+    return _serve(config, environment, node)
 
 
-def _serve(config: EngineConfig, environment: LaunchEnvironment, address: str) -> int:
+def _ignore(failure: RankFailure) -> None:
+    """What has been logged already."""
+
+
+def _serve(config: EngineConfig, environment: LaunchEnvironment, node: NodeOfRank) -> int:
     try:
-        serve_rank(config, environment, None, lambda groups: share_address(groups, address))
+        with node:
+            serve_rank(config, environment, node)
     except Exception as error:
         failure = describe_failure(environment.rank, error)
         logger.error("%srank %d failed: %s", failure.details, failure.rank, failure.error)
@@ -87,11 +118,12 @@ def _serve(config: EngineConfig, environment: LaunchEnvironment, address: str) -
 
 
 def _serve_first_rank(config: EngineConfig, environment: LaunchEnvironment) -> int:
-    with bind_http(config.server) as http_socket, runtime_folder() as folder:
-        address = f"ipc://{folder}/engines"
-        frontend = FrontendThread(config, http_socket, address)
+    server = config.server
+    with bind_http(server.host, server.port, "--port") as http_socket, open_wire(config) as wiring:
+        frontend = FrontendThread(config, http_socket, wiring)
         frontend.start()
-        exit_code = _serve(config, environment, address)
+        node = NodeOfRank(config, environment, wiring.told, _ignore)
+        exit_code = _serve(config, environment, node)
         if exit_code:
             frontend.tell(RankLost(rank=0, error="the group of ranks failed; see the log"))
             frontend.drained.wait(FLUSH_S)
@@ -99,25 +131,13 @@ def _serve_first_rank(config: EngineConfig, environment: LaunchEnvironment) -> i
     return exit_code
 
 
-def share_address(groups: "Groups", address: str) -> str:
-    """Rank 0's `address`, on every rank. Collective."""
-    import torch
-    import torch.distributed as dist
-
-    buffer = torch.zeros(MAX_ADDRESS_BYTES, dtype=torch.uint8)
-    encoded = address.encode()
-    buffer[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    dist.broadcast(buffer, src=0, group=groups.cpu)
-    return bytes(buffer.tolist()).rstrip(b"\0").decode()
-
-
 class FrontendThread:
     """The front end's process, watched from a thread while the main thread runs rank 0."""
 
-    def __init__(self, config: EngineConfig, http_socket: socket.socket, address: str) -> None:
+    def __init__(self, config: EngineConfig, http_socket: socket.socket, wiring: Wiring) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, far_end = context.Pipe()
-        arguments = (config, http_socket, address, far_end)
+        arguments = (config, http_socket, wiring.place(0, 0), far_end)
         self._process: SpawnProcess = context.Process(
             name="moed-http", target=start_frontend, args=arguments
         )
@@ -161,6 +181,9 @@ class FrontendThread:
                     log_progress(self._config, self._http_socket, message)
                     if isinstance(message, Drained):
                         self.drained.set()
+                    elif isinstance(message, StopAsked):
+                        self._num_signals += 1
+                        self.tell(Drain())
                     elif isinstance(message, FrontendFailure):
                         logger.error("the HTTP front end failed: %s", message.error)
             except (EOFError, OSError):

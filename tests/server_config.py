@@ -1,6 +1,6 @@
 """The front end's settings in tests: plain HTTP, no keys, nothing logged."""
 
-from moed.config.engine_config import ObservabilityConfig, ServerConfig
+from moed.config.engine_config import ObservabilityConfig, RecoveryConfig, ServerConfig
 
 SERVER = ServerConfig(
     host="127.0.0.1",
@@ -22,5 +22,8 @@ SERVER = ServerConfig(
     cors=None,
     observability=ObservabilityConfig(
         log_format="text", log_requests=False, metrics_compat="vllm", otlp_traces_endpoint=None
+    ),
+    recovery=RecoveryConfig(
+        on_rank_failure="recover", max_restarts=10, recovery_timeout_s=60.0, step_timeout_s=120.0
     ),
 )

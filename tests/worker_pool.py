@@ -127,11 +127,13 @@ def serve(
         import torch
 
         from moed.dist.groups import init_groups
+        from moed.dist.rendezvous import open_store
 
         torch.set_num_threads(1)
         parallel = engine_config(ranks=environment.world_size).parallel
         listen_fd = None if store_socket is None else store_socket.detach()
-        groups = init_groups(environment, parallel, listen_fd)
+        store = open_store(environment, listen_fd, parallel.distributed_timeout_s)
+        groups = init_groups(environment, parallel, store, None)
         pipe.send((False, None))
         while True:
             try:

@@ -146,7 +146,9 @@ class HostChannel:
         raise RuntimeError(f"rank {self._struct.culprit} {reasons[status]}")
 
     def close(self) -> None:
-        """Let peers that still wait for this rank know. Safe to call twice."""
+        """Let peers that still wait for this rank know, and free a call that another thread makes.
+        Safe to call twice.
+        """
         if self._is_closed:
             return
         self._is_closed = True

@@ -79,6 +79,11 @@ static Status wait_for(Channel& channel, int64_t rank) {
     const uint32_t seen = flag.number.load();
     if (int32_t(seen - wanted) >= 0) return OK;
     if (flag.is_closed.load()) return CLOSED;
+    // Another thread of this rank has called it off.
+    if (channel.flag(channel.rank).is_closed.load()) {
+      channel.culprit = int32_t(channel.rank);
+      return CLOSED;
+    }
     const timespec wait{0, LOOK_NS};
     flag.num_waiting++;
     futex(flag.number, FUTEX_WAIT, seen, &wait);
@@ -223,7 +228,7 @@ int moed_combine(Channel* channel, const RowSizes* rows, const int64_t* sizes,
   return OK;
 }
 
-// Whoever waits for this rank need not wait any longer.
+// Whoever waits for this rank need not wait any longer, nor this rank for others.
 void moed_close(Channel* channel) {
   Flag& own = channel->flag(channel->rank);
   own.is_closed.store(1);

@@ -7,7 +7,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moed.server.api.state import AppState, installed_version
+from moed.config.versions import installed_version
+from moed.server.api.state import AppState
 from moed.server.metrics import CONTENT_TYPE
 
 READINESS_PATHS = ("/readyz", "/ready", "/health", "/ping")

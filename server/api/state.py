@@ -5,10 +5,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from moed.config.engine_config import EngineConfig
+from moed.config.versions import installed_version
 from moed.server.api.open_generations import OpenGenerations
 from moed.server.chat_template import ChatTemplate
 from moed.server.engine_client import EngineClient
@@ -24,13 +24,6 @@ from moed.server.parsers.registry import (
 from moed.server.tokenizer import TextTokenizer
 from moed.server.tokenizer_info import tokenizer_info
 from moed.server.tool_round_trip import reads_back
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 class OpenRequests:

@@ -34,6 +34,8 @@ from starlette.routing import Route
 
 from moed.config.engine_config import EngineConfig
 from moed.server.frontend import Frontend
+from moed.server.lifecycle import FrontendPlace
+from moed.server.wire import Wire
 from tests.server.http import fake_engine
 from tests.server.http.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.server.http.configs import frontend_config
@@ -48,7 +50,7 @@ def serve_frontend(
     config: EngineConfig, http: socket.socket, address: str, pipe: Connection, profile: str
 ) -> None:
     """Target of the front end's process."""
-    frontend = Frontend(config, http, address, pipe)
+    frontend = Frontend(config, http, FrontendPlace(Wire(address), 0, 0), pipe)
     profiler = cProfile.Profile()
     if profile:
         profiler.enable()

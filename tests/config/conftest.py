@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moed.config.capabilities import ActivationFormat, BackendCapabilities
+from moed.config.capabilities import ActivationFormat, BackendCapabilities, Rebuild
 
 QWEN: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -61,6 +61,7 @@ def declare(name: str, **changes: Any) -> BackendCapabilities:
         "applies_router_weights": False,
         "collectives_per_layer": 2,
         "graph_safe": False,
+        "rebuild": Rebuild.IN_PROCESS,
     }
     return BackendCapabilities(**{**fields, **changes})
 

@@ -1,5 +1,6 @@
 """The command line: forms of flags, precedence over environment and file, and what is refused."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -213,13 +214,13 @@ def test_help_all_shows_every_flag_and_nothing_hidden() -> None:
     text = help_text(everything=True)
     for setting in settings().values():
         visible = setting.option.on_command_line and not setting.option.hidden
-        stem = setting.flag[2:]
-        assert (f"--{stem}" in text or f"--[no-]{stem}" in text) == visible, setting.name
+        named = re.search(rf"--(\[no-\])?{setting.flag[2:]}(?![\w-])", text)
+        assert (named is not None) == visible, setting.name
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
-def test_at_most_60_flags() -> None:
-    assert num_flags() <= 60
+def test_at_most_90_flags() -> None:
+    assert num_flags() <= 90
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -14,10 +14,8 @@ from moed.dist.agreement import (
     DecisionKind,
     RankState,
     StepRecord,
-    compare_at_start,
     decide,
     gather_ints,
-    gather_texts,
 )
 from moed.dist.groups import Groups
 from tests.dist.counting import counted_collectives
@@ -370,57 +368,12 @@ def test_a_failed_rank_is_seen_on_every_rank(workers: Callable[[int], WorkerPool
         assert "rank 1 has failed; its own error says why" in message
 
 
-def compare(groups: Groups, items_by_rank: list[dict[str, str]]) -> str | None:
-    try:
-        compare_at_start(groups, items_by_rank[groups.rank])
-    except RankMismatch as error:
-        return str(error)
-    return None
+def gather(groups: Groups, ints: list[int]) -> list[int]:
+    return gather_ints(groups, ints[groups.rank])
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({}, None),
-        ({"block_size": "16"}, "block_size (rank 0: 32, rank 1: 16)"),
-        ({"model": "été"}, "model (rank 0: '', rank 1: été)"),
-        ({"seed": "0"}, "seed (rank 0: (missing), rank 1: 0)"),
-        # Several differ: the first by name.
-        ({"model": "x", "block_size": "1"}, "block_size (rank 0: 32, rank 1: 1)"),
-    ],
-)
-def test_settings_are_compared_at_start(
-    workers: Callable[[int], WorkerPool], changes: dict[str, str], named: str | None
+@pytest.mark.parametrize("ints", [[5], [-1, 2**62], [3, 2, 1]])
+def test_numbers_are_gathered_by_rank(
+    workers: Callable[[int], WorkerPool], ints: list[int]
 ) -> None:
-    items = {"model": "''", "block_size": "32"}
-    messages = workers(2).run(compare, [items, items | changes])
-    if named is None:
-        assert messages == [None, None]
-        return
-    assert messages[0] == messages[1] and messages[0] is not None
-    assert named in messages[0]
-
-
-def test_nothing_to_compare_is_no_difference(workers: Callable[[int], WorkerPool]) -> None:
-    assert workers(2).run(compare, [{}, {}]) == [None, None]
-    assert workers(1).run(compare, [{"model": "x"}]) == [None]
-
-
-def gather(groups: Groups, ints: list[int], texts: list[str]) -> tuple[list[int], list[str]]:
-    return gather_ints(groups, ints[groups.rank]), gather_texts(groups, texts[groups.rank])
-
-
-@pytest.mark.parametrize(
-    ("ints", "texts"),
-    [
-        ([5], ["alone"]),
-        ([-1, 2**62], ["short", "x" * 5000]),
-        ([0, 0], ["", ""]),
-        ([3, 2, 1], ["", "zwölf", "日本語\n\x1e\x1f"]),
-    ],
-)
-def test_numbers_and_texts_are_gathered_by_rank(
-    workers: Callable[[int], WorkerPool], ints: list[int], texts: list[str]
-) -> None:
-    results = workers(len(ints)).run(gather, ints, texts)
-    assert results == [(ints, texts)] * len(ints)
+    assert workers(len(ints)).run(gather, ints) == [ints] * len(ints)

@@ -9,8 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from moed.config.errors import ConfigError
+from moed.dist import groups as groups_module
 from moed.dist.groups import Groups, device_of, init_groups, take_gpu
 from moed.dist.launch import LaunchEnvironment
 from tests.server.engine.configs import engine_config
@@ -32,6 +34,7 @@ class FakeCuda:
         monkeypatch.setattr(dist, "init_process_group", self._init_process_group)
         monkeypatch.setattr(dist, "new_group", self._new_group)
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="world"))
+        monkeypatch.setattr(groups_module, "_set_pg_timeout", lambda timeout, group: None)
 
     def device_count(self) -> int:
         return self._num_gpus
@@ -64,7 +67,7 @@ def test_the_gpu_of_the_local_rank_comes_first(
     monkeypatch: pytest.MonkeyPatch, agreement_backend: str
 ) -> None:
     cuda = FakeCuda(monkeypatch, num_gpus=2)
-    groups = init_groups(SECOND_OF_NODE, gpu_config(agreement_backend), None)
+    groups = init_groups(SECOND_OF_NODE, gpu_config(agreement_backend), HashStore(), None)
     assert cuda.calls == [
         "set_device cuda:1",
         "init cpu:gloo,cuda:nccl on cuda:1",

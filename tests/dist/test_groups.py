@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from moed.config.errors import PeerLost
 from moed.config.expert_placement import ExpertPlacement
@@ -25,6 +26,7 @@ from moed.dist.groups import Groups, collective_errors, init_groups
 from moed.dist.host.channel import functions
 from moed.dist.launch import LaunchEnvironment
 from moed.dist.registry import create_backend
+from moed.dist.rendezvous import open_store
 from tests.server.engine.configs import engine_config
 from tests.worker_pool import WorkerPool, WorkersFailed
 
@@ -135,16 +137,16 @@ def meet_nobody(groups: Groups) -> list[tuple[str, float]]:
     without_store = LaunchEnvironment(1, 2, 1, 2, "127.0.0.1", 1, "moed")
     without_others = LaunchEnvironment(0, 2, 0, 2, "127.0.0.1", 0, "moed")
     return [
-        timed(lambda: init_groups(without_store, parallel, None)),
-        timed(lambda: init_groups(without_others, parallel, None)),
+        timed(lambda: open_store(without_store, None, parallel.distributed_timeout_s)),
+        timed(lambda: init_groups(without_others, parallel, HashStore(), None)),
     ]
 
 
 def test_ranks_that_never_come_are_given_up(pool_of: Callable[[int], WorkerPool]) -> None:
     (answers,) = pool_of(1).run(meet_nobody)
-    for message, seconds in answers:
-        assert "collective 'rendezvous' failed" in message
-        assert seconds < 20
+    assert "the first node did not answer at 127.0.0.1 port 1 for 2 s" in answers[0][0]
+    assert "collective 'rendezvous' failed" in answers[1][0]
+    assert all(seconds < 20 for _, seconds in answers)
 
 
 def describe(groups: Groups) -> tuple[Any, ...]:

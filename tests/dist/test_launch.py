@@ -117,6 +117,8 @@ import torch
 from moed.dist.agreement import gather_ints
 from moed.dist.groups import init_groups
 from moed.dist.launch import detect_torchrun
+from moed.dist.rendezvous import open_store
+from moed.server.lifecycle import leave
 from tests.server.engine.configs import engine_config
 
 torch.set_num_threads(1)
@@ -126,11 +128,14 @@ assert environment is not None
 code = "import sys; sys.path[:] = {path!r}; "
 code += "from moed.dist.launch import detect_torchrun; print(detect_torchrun())"
 child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-groups = init_groups(environment, engine_config(ranks=environment.world_size).parallel, None)
+parallel = engine_config(ranks=environment.world_size).parallel
+groups = init_groups(environment, parallel, open_store(environment, None, 60.0), None)
 gathered = gather_ints(groups, 10 + groups.rank)
 groups.close()
 found = dict(dataclasses.asdict(environment), child=child.stdout.strip(), gathered=gathered)
 pathlib.Path({folder!r}, str(environment.rank)).write_text(json.dumps(found))
+# As the ranks do: torch leaves threads behind that may abort an interpreter's own end.
+leave(0)
 """
 
 

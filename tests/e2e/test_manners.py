@@ -54,8 +54,8 @@ def all_pids(daemon: Daemon) -> list[int]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_rank_ends_everything_with_an_error_event(victim: int) -> None:
-    with Daemon() as daemon:
+def test_killed_rank_ends_everything_where_that_is_asked_for(victim: int) -> None:
+    with Daemon("--on-rank-failure", "exit") as daemon:
         daemon.wait_ready()
         url, pids = daemon.url, all_pids(daemon)
         outcomes: dict[int, list[Any]] = {0: [], 1: []}
@@ -189,7 +189,7 @@ def test_rank_that_fails_to_load_is_reported_last() -> None:
 
 def test_rank_that_raises_in_a_step_is_named_with_its_own_error() -> None:
     fault = {"MOED_FAULT_INJECTION": "raise:rank=1:step=30"}
-    with Daemon(environment=fault) as daemon:
+    with Daemon("--on-rank-failure", "exit", environment=fault) as daemon:
         daemon.wait_ready()
         with pytest.raises((openai.APIError, httpx.TransportError)):
             daemon.client().completions.create(

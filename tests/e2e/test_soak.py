@@ -197,7 +197,7 @@ def test_daemons_started_together_five_times() -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_rank_again_and_again(victim: int) -> None:
     for repeat in range(5):
-        with Daemon() as daemon:
+        with Daemon("--on-rank-failure", "exit") as daemon:
             daemon.wait_ready(90)
             pids = [daemon.pid(name) for name in ("http", "rank-0", "rank-1")]
             time.sleep(0.2 * repeat)

@@ -69,9 +69,9 @@ def test_answers_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_member_ends_everything_with_an_error_event(victim: int) -> None:
+def test_a_killed_member_ends_everything_where_that_is_asked_for(victim: int) -> None:
     """Process 1 schedules nothing and sends no tokens; it is missed all the same."""
-    with Daemon("-tp", "2", ranks=1) as daemon:
+    with Daemon("-tp", "2", "--on-rank-failure", "exit", ranks=1) as daemon:
         daemon.wait_ready()
         pids = [daemon.pid("rank-0"), daemon.pid("rank-1")]
         body = {**LONG, "max_tokens": 1900, "stream": True, "temperature": 0}

@@ -108,13 +108,15 @@ def one_process(config: EngineConfig) -> Iterator[Groups]:
     """Real communicators, NCCL's on a GPU, of a group of one."""
     from moed.dist.groups import init_groups
     from moed.dist.launch import LaunchEnvironment
+    from moed.dist.rendezvous import open_store
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
         environment = LaunchEnvironment(0, 1, 0, 1, "127.0.0.1", port, "moed")
-        groups = init_groups(environment, config.parallel, listener.detach())
+        store = open_store(environment, listener.detach(), config.parallel.distributed_timeout_s)
+    groups = init_groups(environment, config.parallel, store, None)
     try:
         yield groups
     finally:

@@ -27,7 +27,7 @@ class Availability:
             await self._app(scope, receive, send)
             return
         health = self._state.health
-        if not health.takes_requests:
+        if not (health.takes_requests or health.holds_requests):
             await error_response(self._refusal())(scope, receive, send)
             return
         with self._state.open_requests:
@@ -35,7 +35,7 @@ class Availability:
 
     def _refusal(self) -> Unavailable:
         health = self._state.health
-        starting = health.phase is Phase.STARTING
+        starting = health.phase in (Phase.STARTING, Phase.RECOVERING)
         error = Unavailable(
             f"requests are not served now: {health.reason}",
             STARTING_RETRY_S if starting else STOPPED_RETRY_S,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moed.config.capabilities import ActivationFormat, BackendCapabilities
+from moed.config.capabilities import ActivationFormat, BackendCapabilities, Rebuild
 from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -23,6 +23,7 @@ ANY_BACKEND = BackendCapabilities(
     applies_router_weights=False,
     collectives_per_layer=0,
     graph_safe=True,
+    rebuild=Rebuild.IN_PROCESS,
 )
 
 
@@ -119,6 +120,12 @@ def engine_config(
         runner=RunnerConfig(
             attention_backend="sdpa", cpu_kernels="auto", graph_buckets=graph_buckets
         ),
-        server=replace(SERVER, shutdown_timeout_s=1.0, log_level="info"),
+        server=replace(
+            SERVER,
+            shutdown_timeout_s=1.0,
+            log_level="info",
+            # There is no launcher to wait for.
+            recovery=replace(SERVER.recovery, on_rank_failure="exit"),
+        ),
         fault_injection=fault_injection,
     )

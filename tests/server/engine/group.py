@@ -18,6 +18,7 @@ from moed.server.messages import (
     AddRequest,
     ExpertLoad,
     FromEngine,
+    FromRank,
     RankFailure,
     RankReady,
     RankStats,
@@ -33,7 +34,7 @@ START_S = 90.0
 STEP_S = 60.0
 
 _decoder = msgspec.msgpack.Decoder(FromEngine)
-_failure = msgspec.msgpack.Decoder(RankFailure)
+_from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
 class RankGroup:
@@ -64,12 +65,11 @@ class RankGroup:
                     store_port=store_socket.getsockname()[1],
                     launcher="moed",
                 )
-                words, far_words = spawn.Pipe(duplex=False)
+                words, far_words = spawn.Pipe()
                 own_socket = store_socket if rank == 0 else None
-                address = f"tcp://127.0.0.1:{port}"
-                process = spawn.Process(
-                    target=run_rank, args=(config, environment, own_socket, address, far_words)
-                )
+                told = {"address": f"tcp://127.0.0.1:{port}"}
+                arguments = (config, environment, own_socket, told, far_words, None)
+                process = spawn.Process(target=run_rank, args=arguments)
                 process.start()
                 far_words.close()
                 self.processes.append(process)
@@ -145,14 +145,16 @@ class RankGroup:
         found = {}
         for rank, words in enumerate(self._failures):
             try:
-                if words.poll(1.0):
-                    found[rank] = _failure.decode(words.recv_bytes())
+                while words.poll(1.0):
+                    message = _from_rank.decode(words.recv_bytes())
+                    if isinstance(message, RankFailure):
+                        found[rank] = message
             except EOFError:
                 continue
         return found
 
     def _send(self, rank: int, message: ToEngine) -> None:
-        self._socket.send_multipart([b"rank-%d" % rank, msgspec.msgpack.encode(message)])
+        self._socket.send_multipart([b"rank-%d-0" % rank, msgspec.msgpack.encode(message)])
 
     def _read(self, timeout_s: float) -> None:
         while self._socket.poll(int(timeout_s * 1000)):

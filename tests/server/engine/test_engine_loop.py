@@ -162,7 +162,7 @@ class Rank:
             plans=StepPlans(one_rank(), torch.device("cpu")),
             agreement=self.agreement,  # type: ignore[arg-type]
             channel=self.channel,
-            faults=Faults(faults, rank),
+            faults=Faults(faults, rank, 0),
             grammars=GrammarMasks(engine_config().model, num_threads=1),
             expert_reports=ExpertReports(rank, CountedModel(), self.channel.send),
             first_step_id=1,

@@ -106,7 +106,7 @@ def serve(
         ]
         channel = ScriptedChannel(requests)
         channel.budget = budget
-        engine = Engine(config, groups, channel)
+        engine = Engine(config, groups, channel, None)
         engine.start({})
         engine.run()
         if groups.tensor_rank == 0:

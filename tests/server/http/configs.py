@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from moed.config.capabilities import ActivationFormat, BackendCapabilities
+from moed.config.capabilities import ActivationFormat, BackendCapabilities, Rebuild
 from moed.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -24,6 +24,7 @@ BACKEND = BackendCapabilities(
     applies_router_weights=False,
     collectives_per_layer=4,
     graph_safe=False,
+    rebuild=Rebuild.IN_PROCESS,
 )
 
 

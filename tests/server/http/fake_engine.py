@@ -20,6 +20,7 @@ from moed.server.messages import (
     TokenOutput,
     Wake,
 )
+from moed.server.wire import Wire
 
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
@@ -106,7 +107,7 @@ class FakeEngine:
         self._extra.append(output)
 
     def _run(self) -> None:
-        channel = EngineChannel(self._address, self.rank)
+        channel = EngineChannel(Wire(self._address), self.rank, 0, None)
         try:
             channel.send(RankProgress(self.rank, "loading the model"))
             self._may_be_ready.wait()

@@ -21,7 +21,9 @@ from moed.config.engine_config import EngineConfig
 from moed.server.api.state import AppState
 from moed.server.ended_requests import EndedRequest
 from moed.server.frontend import Frontend
-from moed.server.messages import AddRequest, FromFrontend, ToFrontend, TokenOutput
+from moed.server.lifecycle import FrontendPlace
+from moed.server.messages import Active, AddRequest, FromFrontend, ToFrontend, TokenOutput
+from moed.server.wire import Wire
 from tests.server.http.fake_engine import FakeEngine
 
 _decoder = msgspec.msgpack.Decoder(FromFrontend)
@@ -42,7 +44,8 @@ class Served:
         limits = httpx.Limits(max_connections=200)
         self.http = httpx.Client(base_url=self.url, timeout=20, limits=limits, verify=trust)
         self.pipe, far_end = multiprocessing.Pipe()
-        self._frontend = Frontend(config, self._socket, address, far_end)
+        place = FrontendPlace(Wire(address), 0, 0)
+        self._frontend = Frontend(config, self._socket, place, far_end)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._ready = ready
@@ -115,9 +118,12 @@ class Served:
         self.pipe.send_bytes(msgspec.msgpack.encode(message))
 
     def hear(self, timeout_s: float = 5.0) -> FromFrontend:
-        """The next message to the launcher."""
-        assert self.pipe.poll(timeout_s), "the front end said nothing"
-        return _decoder.decode(self.pipe.recv_bytes())
+        """The next message to the launcher, but for `Active`, which follows requests."""
+        while True:
+            assert self.pipe.poll(timeout_s), "the front end said nothing"
+            message = _decoder.decode(self.pipe.recv_bytes())
+            if not isinstance(message, Active):
+                return message
 
     def wait(self, is_true: Callable[[], bool], timeout_s: float = 5.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -16,6 +16,7 @@ from moed.server.engine_client import (
     drop_duplicates,
 )
 from moed.server.health import Health
+from moed.server.lifecycle import FrontendPlace
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
@@ -31,6 +32,7 @@ from moed.server.messages import (
     Wake,
 )
 from moed.server.metrics import Metrics
+from moed.server.wire import Wire
 from tests.server.http.configs import frontend_config
 
 ORIGIN = Origin(
@@ -50,6 +52,9 @@ class RecordingChannel:
     def __init__(self) -> None:
         self.sent: list[tuple[int, ToEngine]] = []
 
+    def start_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
     async def receive(self) -> FromEngine:
         raise NotImplementedError
 
@@ -65,7 +70,13 @@ class Bench:
         self.config = frontend_config(tmp_path, **config)
         self.health = Health(2)
         self.health.on_tokenizer()
-        self.client = EngineClient(self.config, self.channel, self.health, Metrics(self.config))
+        self.client = EngineClient(
+            self.config,
+            self.channel,
+            self.health,
+            Metrics(self.config),
+            place=FrontendPlace(Wire(""), 0, 0),
+        )
         for rank in range(2):
             ready = RankReady(
                 rank=rank, num_kv_blocks=64, block_size=16, max_model_len=512, startup_s={}

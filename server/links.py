@@ -1,0 +1,105 @@
+"""The front end's view of the other nodes: each sends a beat every second, and gets one back.
+
+A node that is silent for `SILENT_S` turns readiness red; one that stays silent for `LOST_S` is
+given up, and with it the group.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moed.config.errors import PeerLost
+from moed.server.channel import FrontendChannel
+from moed.server.health import Health
+from moed.server.messages import Beat, FromEngine, NodeBeat, ToEngine
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+SILENT_S = 6.0
+LOST_S = 20.0
+LOOK_S = 0.5
+
+
+@dataclass
+class Link:
+    """One other node, once it has been heard."""
+
+    beat: NodeBeat
+    heard_at: float
+
+    @property
+    def description(self) -> str:
+        beat = self.beat
+        return f"node {beat.node} ({beat.name}, ranks {', '.join(map(str, beat.ranks))})"
+
+
+class Links:
+    """A channel that keeps the nodes' beats for itself, and watches them."""
+
+    def __init__(
+        self, channel: FrontendChannel, health: Health, on_stop_asked: Callable[[], None]
+    ) -> None:
+        self._channel = channel
+        self._health = health
+        self._on_stop_asked = on_stop_asked
+        self._links: dict[int, Link] = {}
+        self._is_stopping = False
+
+    async def receive(self) -> FromEngine:
+        """The next message that is not a beat."""
+        while True:
+            message = await self._channel.receive()
+            if not isinstance(message, NodeBeat):
+                return message
+            self.on_beat(message, time.monotonic())
+
+    def send(self, rank: int, message: ToEngine) -> None:
+        self._channel.send(rank, message)
+
+    def start_epoch(self, epoch: int) -> None:
+        self._channel.start_epoch(epoch)
+
+    def on_beat(self, beat: NodeBeat, now: float) -> None:
+        self._links[beat.node] = Link(beat, now)
+        self._channel.send_to_node(beat.node, Beat())
+        if beat.is_stopping and not self._is_stopping:
+            self._is_stopping = True
+            logger.info("node %d (%s) was asked to stop: all stop", beat.node, beat.name)
+            self._on_stop_asked()
+
+    async def watch(self) -> None:
+        """Until cancelled. Raises `PeerLost` for a node that stays silent."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            # What came while this process itself stood still has not been read yet.
+            if now - before < 2 * LOOK_S + BEAT_S:
+                self.look(now)
+
+    def look(self, now: float) -> None:
+        """Update readiness. Raises `PeerLost`."""
+        silent = {
+            link.description: now - link.heard_at
+            for link in self._links.values()
+            if now - link.heard_at > SILENT_S
+        }
+        reasons = [
+            f"{description} has been silent for {seconds:.0f} s"
+            for description, seconds in silent.items()
+        ]
+        if bool(reasons) != bool(self._health.silence):
+            if reasons:
+                logger.warning("not ready: %s", "; ".join(reasons))
+            else:
+                logger.info("all nodes are heard again")
+        self._health.silence = "; ".join(reasons)
+        for description, seconds in silent.items():
+            if seconds > LOST_S and not self._is_stopping:
+                raise PeerLost(
+                    f"{description} has been silent for {seconds:.0f} s: it ended, as its log then "
+                    "says, or the network between is cut"
+                )

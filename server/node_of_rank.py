@@ -1,0 +1,188 @@
+"""A rank among the nodes: it meets the ranks of all of them, and the first one of a node without
+the front end has that node's keeper.
+"""
+
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from moed.config.engine_config import EngineConfig
+from moed.config.errors import ConfigError, MoedError, PeerLost
+from moed.config.versions import compared_versions
+from moed.dist.hosts import host_identity, interface_of, own_address
+from moed.dist.launch import LaunchEnvironment
+from moed.server.keeper_process import KeeperProcess
+from moed.server.lifecycle import leave
+from moed.server.messages import Joined, NodeStopping, RankFailure, RanksReady
+from moed.server.wire import Wire, key_fingerprint, wire_from
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from moed.dist.rendezvous import Meeting
+
+logger = logging.getLogger(__name__)
+
+# How long a rank that cannot start looks for the others, to tell them.
+TELL_FAILURE_S = 10.0
+# For ranks that all wait at the door.
+REJOIN_S = 5.0
+STOPPED_BY_SIGTERM = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a rank needs to join the others, once it has met them."""
+
+    environment: LaunchEnvironment
+    """With the local ranks as found by host."""
+    store: "Store"
+    interface: str | None
+    """Of what goes between nodes; None on one host."""
+    wire: Wire
+
+
+class NodeOfRank:
+    """Use as a context, around all that the rank does."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        environment: LaunchEnvironment,
+        told: Mapping[str, str],
+        on_failure: Callable[[RankFailure], None],
+    ) -> None:
+        """`told`: on rank 0, what all others need to know. `on_failure` gets the last words when
+        the link to the first node is lost, before the process ends.
+        """
+        self._config = config
+        self._environment = environment
+        self._told = dict(told)
+        self._on_failure = on_failure
+        self._keeper: KeeperProcess | None = None
+        self._is_ready = False
+
+    def __enter__(self) -> "NodeOfRank":
+        nodes = self._config.nodes
+        if nodes is None or nodes.node_rank == 0 or self._environment.local_rank:
+            return self
+        try:
+            self._keeper = KeeperProcess(self._config, self._lose_link)
+        except MoedError as error:
+            tell_others(self._environment, self._environment.local_world_size, error)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def meet(
+        self,
+        place: LaunchEnvironment,
+        listen_fd: int | None,
+        check: Callable[[], None] | None,
+    ) -> Met:
+        """Find the others at the store. `check` is called meanwhile, and raises to give up.
+
+        Raises `PeerLost`, `RankMismatch` or `ConfigError`.
+        """
+        from moed.dist.rendezvous import Introduction, meet, open_store
+
+        config, timeout_s = self._config, self._timeout_s(place)
+        store = open_store(place, listen_fd, timeout_s)
+        items = config.agreement_items() | compared_versions()
+        items["transport_key"] = key_fingerprint(config.nodes)
+        own = Introduction(host_identity(), socket.gethostname(), items, self._told)
+        meeting = meet(store, place, own, timeout_s, check)
+        wire = wire_from(meeting.told, config.nodes)
+        interface = check_network(config, meeting)
+        self._tell_keeper_of(wire)
+        return Met(meeting.environment, store, interface, wire)
+
+    def _timeout_s(self, place: LaunchEnvironment) -> float:
+        nodes, timeout_s = self._config.nodes, self._config.parallel.distributed_timeout_s
+        if nodes is not None:
+            return nodes.rendezvous_timeout_s
+        return min(timeout_s, REJOIN_S) if place.all_are_here else timeout_s
+
+    def _tell_keeper_of(self, wire: Wire) -> None:
+        nodes = self._config.nodes
+        if self._keeper is None or nodes is None:
+            return
+        assert wire.secret is not None
+        first, size = self._environment.rank, self._environment.local_world_size
+        self._keeper.tell(
+            Joined(
+                node=nodes.node_rank,
+                name=socket.gethostname(),
+                ranks=list(range(first, first + size)),
+                address=wire.address,
+                secret=wire.secret,
+            )
+        )
+
+    def on_ready(self) -> None:
+        """This rank has done a real step with all others."""
+        self._is_ready = True
+        if self._keeper is not None:
+            self._keeper.tell(RanksReady())
+
+    def _lose_link(self, error: str) -> None:
+        """In the thread that hears the keeper: the rank may be stuck in a collective for long."""
+        logger.error("%s", error)
+        code = PeerLost.exit_code
+        self._on_failure(
+            RankFailure(
+                rank=self._environment.rank,
+                error=error,
+                details="",
+                is_consequence=False,
+                exit_code=code,
+            )
+        )
+        leave(code)
+
+    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """The front end stops all ranks together: it is asked to, where it does not know yet."""
+        if not self._is_ready:
+            leave(STOPPED_BY_SIGTERM)
+        if self._keeper is not None:
+            self._keeper.tell(NodeStopping())
+
+
+def check_network(config: EngineConfig, meeting: "Meeting") -> str | None:
+    """The interface of what goes between nodes; None on one host. Raises `ConfigError` where the
+    first node listens on its loopback.
+    """
+    environment, nodes = meeting.environment, config.nodes
+    if nodes is None or environment.is_single_node:
+        return None
+    address = meeting.told["address"]
+    if address.startswith(("tcp://127.", "tcp://[::1]")):
+        raise ConfigError(
+            f"the first node, {meeting.nodes[0].name}, takes {address} for its address, which "
+            "other nodes cannot reach: name its network there with --host-interface"
+        )
+    own = own_address(nodes.host_interface, environment.store_host, environment.store_port)
+    return nodes.host_interface or interface_of(own)
+
+
+def tell_others(environment: LaunchEnvironment, num_ranks: int, error: MoedError) -> None:
+    """Let the ranks of other nodes know why `num_ranks` of this one will not come, if the others
+    can be reached soon.
+    """
+    from moed.dist.rendezvous import open_store, tell_failure
+
+    # Nobody hosts the store in order to say that it has failed.
+    if environment.rank == 0:
+        return
+    with contextlib.suppress(PeerLost):
+        store = open_store(environment, None, TELL_FAILURE_S)
+        node = environment.rank // environment.local_world_size
+        tell_failure(store, f"node {node} ({socket.gethostname()})", num_ranks, error)
