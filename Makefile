@@ -6,7 +6,7 @@ CLIENTS := build/clients
 ROOTS := server moe dist config
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow lint format typecheck build bench gpu-check clean links
+.PHONY: help run test test-slow lint format typecheck build bench bench-recovery gpu-check clean links
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,9 @@ build: $(VENV)/.installed  ## wheel and sdist, into build/wheels (dist/ holds so
 
 bench: $(VENV)/.installed  ## load on the daemon: tokens/s, TTFT, inter-token latency (ARGS="--model DIR")
 	@$(BIN)/python -m tests.benchmarks.serving $(ARGS)
+
+bench-recovery: $(VENV)/.installed  ## faults under load: what they cost open requests, seconds until all go on (ARGS="--repeats 5")
+	@$(BIN)/python -m tests.benchmarks.recovery $(ARGS)
 
 gpu-check: $(VENV)/.installed  ## all that needs a GPU, within 8 minutes: kernels, models, speed, graphs (exit code 2: no GPU)
 	@$(BIN)/python -m tests.gpu.check $(ARGS)

@@ -1,6 +1,8 @@
 """Open requests of many kinds, read by clients that never retry, for tests of faults under load."""
 
 import json
+import os
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -117,11 +119,29 @@ class Stream:
     def num_events(self) -> int:
         return len(self.times)
 
-    def join(self, timeout_s: float = READ_S) -> None:
+    def wait(self, timeout_s: float) -> None:
+        """For its end, whatever that is."""
         self._thread.join(timeout_s)
+
+    def join(self, timeout_s: float = READ_S) -> None:
+        """For its good end."""
+        self.wait(timeout_s)
         assert not self._thread.is_alive(), f"a stream did not end in {timeout_s} s"
         assert self.error is None, self.error
         assert self.is_done
+
+
+_killed: set[int] = set()
+
+
+def kill(daemon: Daemon, name: str) -> None:
+    """SIGKILL to the process that is `name` now, however short ago the last one was killed."""
+    deadline = time.monotonic() + 10
+    while (pid := daemon.pid(name)) in _killed:
+        assert time.monotonic() < deadline, f"{name} was not started again"
+        time.sleep(0.005)
+    _killed.add(pid)
+    os.kill(pid, signal.SIGKILL)
 
 
 def await_growth(streams: list[Stream], num_events: int, timeout_s: float = READ_S) -> float:

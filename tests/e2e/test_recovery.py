@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.daemon import Daemon
-from tests.e2e.streams import KINDS, LONG, PROMPT, Stream, assert_same, await_growth
+from tests.e2e.streams import KINDS, LONG, PROMPT, Stream, assert_same, await_growth, kill
 
 RECOVERY_S = 60.0
 
@@ -24,10 +24,6 @@ def undisturbed(daemon: Daemon) -> list[Stream]:
         stream.join()
     assert all(choice.token_ids for stream in streams for choice in stream.choices.values())
     return streams
-
-
-def kill(daemon: Daemon, name: str) -> None:
-    os.kill(daemon.pid(name), signal.SIGKILL)
 
 
 def await_loss(daemon: Daemon, num_losses: int) -> None:
