@@ -110,6 +110,19 @@ class RankGroup:
             assert time.monotonic() < deadline, self.stats
             self._read(0.2)
 
+    def wait_expert_loads(self) -> None:
+        """Wait until every rank has reported rows that its experts computed: it does so at most
+        once a second, and when it goes to sleep, which may be after its last outputs are here.
+        """
+        deadline = time.monotonic() + STEP_S
+        while not all(self._has_rows(rank) for rank in range(self.num_ranks)):
+            assert time.monotonic() < deadline, self.expert_loads
+            self._read(0.2)
+
+    def _has_rows(self, rank: int) -> bool:
+        load = self.expert_loads.get(rank)
+        return load is not None and sum(map(sum, load.rows)) > 0
+
     def _is_settled(self) -> bool:
         num_steps = {stats.num_steps for stats in self.stats.values()}
         at_rest = all(map(_is_at_rest, self.stats.values()))
