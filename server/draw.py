@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from moed.server.host_copy import on_device
 from moed.server.messages import SamplingParams
 
 # `top_p` looks at the tokens of at least this weight first (the likeliest has 1): nearly always
@@ -51,7 +52,7 @@ def _column(
     values: list[float], like: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """[R, 1]"""
-    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
+    return on_device(values, like, dtype)[:, None]
 
 
 def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
