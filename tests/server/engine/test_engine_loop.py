@@ -154,6 +154,8 @@ class Rank:
     """One loop with everything around it."""
 
     step_ahead = False
+    num_blocks = 32
+    vocab_size = VOCAB_SIZE
 
     def __init__(
         self, script: Sequence[tuple[int, ToEngine]], table: Table, rank: int, faults: str | None
@@ -166,10 +168,10 @@ class Rank:
             max_num_queued_requests=100,
         )
         self.channel = ScriptedChannel(script)
-        self.blocks = BlockManager(32, 4, shares_prefixes=True)
+        self.blocks = BlockManager(self.num_blocks, 4, shares_prefixes=True)
         self.runner = FakeRunner()
         self.agreement = TableAgreement(table, rank)
-        self.scheduler = Scheduler(config, self.blocks, 64, VOCAB_SIZE)
+        self.scheduler = Scheduler(config, self.blocks, 64, self.vocab_size)
         self.loop = EngineLoop(
             rank=rank,
             scheduler=self.scheduler,
