@@ -164,14 +164,11 @@ def choose_tokens(
     if logits.device.type != "cpu" or not is_possible.all():
         # Such rows are lost anyhow; zeros keep their arithmetic harmless.
         logits.masked_fill_(~is_possible[:, None], 0.0)
-        maxima = maxima.masked_fill(~is_possible, 0.0)
     drawing = [i for i, r in enumerate(requests) if r.params.temperature >= GREEDY_TEMPERATURE]
     if drawing:
         rows = on_device(drawing, logits)
-        own, highest = logits, maxima
-        if len(drawing) < len(requests):
-            own, highest = logits[rows], maxima[rows]
-        weights = filtered_weights(own, highest, [requests[i].params for i in drawing])
+        own = logits[rows] if len(drawing) < len(requests) else logits
+        weights = filtered_weights(own, [requests[i].params for i in drawing])
         numbers = [uniform(requests[i].params.seed, requests[i].num_output_tokens) for i in drawing]
         token_ids[rows] = draw(weights, numbers)
     return token_ids, is_possible

@@ -98,6 +98,15 @@ def measure(num_running: int, vocab_size: int, num_steps: int, temperature: floa
     return clock
 
 
+def measure_queue(vocab_size: int, num_steps: int) -> Clock:
+    """A step's scheduling with many requests running, and very many queued."""
+    scheduler, clock = make_scheduler(NUM_RUNNING, NUM_QUEUED, vocab_size, 0.0), Clock()
+    for _ in range(num_steps):
+        schedule = clock.time("schedule", scheduler.schedule)
+        clock.time("update", lambda: update(scheduler, schedule, tokens_of(schedule)))  # noqa: B023
+    return clock
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", type=int, default=32)
@@ -109,10 +118,7 @@ def main() -> None:
         found = measure(arguments.running, arguments.vocab, arguments.steps, temperature).medians()
         parts = "  ".join(f"{part} {us:.0f}" for part, us in found.items())
         print(f"{name:>7}: {sum(found.values()):6.0f}   {parts}")
-    scheduler, clock = make_scheduler(NUM_RUNNING, NUM_QUEUED, arguments.vocab, 0.0), Clock()
-    for _ in range(arguments.steps):
-        schedule = clock.time("schedule", scheduler.schedule)
-        clock.time("update", lambda: update(scheduler, schedule, tokens_of(schedule)))  # noqa: B023
+    clock = measure_queue(arguments.vocab, arguments.steps)
     parts = "  ".join(f"{part} {us:.0f}" for part, us in clock.medians().items())
     print(f"{NUM_RUNNING} running, {NUM_QUEUED} queued: {parts}")
 
