@@ -1,4 +1,4 @@
-"""The command line: `moed serve`, `plan`, `place`, `bench`, `models`, `config show`, `version`, …
+"""The command line: `moed serve`, `plan`, `doctor`, `place`, `bench`, `models`, `config show`, …
 
 Written out rather than left to a library: it starts in a few milliseconds, takes flags as vLLM
 users type them, and can say exactly what is wrong.
@@ -9,14 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moed.config.doctor_settings import DoctorSettings
 from moed.config.environ import environment
 from moed.config.errors import UsageError
 from moed.config.help import help_text
 from moed.config.names import did_you_mean, setting_of_flag
-from moed.config.plan_settings import PlanSettings, plan_flags, take_plan_settings
+from moed.config.plan_settings import PlanSettings, plan_flags, take_settings
 from moed.config.settings import ServeSettings
 
-COMMANDS = ("serve", "plan", "place", "bench", "models", "config show", "version")
+COMMANDS = (
+    *("serve", "plan", "doctor", "place", "bench", "healthcheck", "models", "config show"),
+    "version",
+)
+# These read the words that follow by themselves.
+OWN_WORDS = ("place", "bench", "healthcheck")
 
 _NUMBER = re.compile(r"-\d")
 
@@ -28,15 +34,17 @@ class Command:
     name: str
     """One of `COMMANDS`, or "help"."""
     settings: ServeSettings | None = None
-    """For `serve`, `plan` and `config show`."""
+    """For `serve`, `plan`, `doctor` and `config show`."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each given setting came from; absent: its default."""
     text: str = ""
     """For "help": what to print."""
     plan: PlanSettings | None = None
     """For `plan`: the settings that it alone has."""
+    doctor: DoctorSettings | None = None
+    """As `plan`, for `doctor`."""
     words: Sequence[str] = ()
-    """For `place` and `bench`: what follows, which they read themselves."""
+    """For `OWN_WORDS`: what follows."""
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -47,7 +55,7 @@ def parse(argv: Sequence[str]) -> Command:
     words = list(argv)
     if not words or words[0] == "help":
         return Command("help", text=help_text(everything=False))
-    if words[0] in ("place", "bench"):
+    if words[0] in OWN_WORDS:
         return Command(words[0], words=words[1:])
     for word in words:
         if word in ("-h", "--help", "--help=all"):
@@ -65,8 +73,11 @@ def parse(argv: Sequence[str]) -> Command:
     if words[0] == "serve":
         return _with_settings("serve", words[1:])
     if words[0] == "plan":
-        plan, rest = take_plan_settings(words[1:])
+        plan, rest = take_settings(PlanSettings, words[1:])
         return replace(_with_settings("plan", rest), plan=plan)
+    if words[0] == "doctor":
+        doctor, rest = take_settings(DoctorSettings, words[1:])
+        return replace(_with_settings("doctor", rest), doctor=doctor)
     if words[:2] == ["config", "show"]:
         return _with_settings("config show", words[2:])
     if words[0] == "config":

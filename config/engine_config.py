@@ -243,6 +243,8 @@ class ServerConfig:
     port: int
     shutdown_timeout_s: float
     """How long SIGTERM lets open requests finish."""
+    drain_delay_s: float
+    """Of that time, how long new requests are still served while readiness is red already."""
     api_keys: tuple[str, ...] = field(repr=False)
     max_logprobs: int
     log_level: str
@@ -257,6 +259,7 @@ class ServerConfig:
     admin_api_keys: tuple[str, ...] = field(repr=False)
     """They open everything; once there is one, nothing else opens the admin routes."""
     request_timeout_s: float | None
+    slow_reader_timeout_s: float
     """From a request's arrival to the end of its answer; None: no bound."""
     tls: TlsConfig | None
     """None: plain http://."""

@@ -97,3 +97,9 @@ def _cpu_quota_v1() -> tuple[str, str]:
 def openai_api_key() -> str | None:
     """The key that OpenAI's own clients send; None where it is unset or empty."""
     return os.environ.get("OPENAI_API_KEY") or None
+
+
+def torchrun_patience_variables() -> tuple[str | None, ...]:
+    """The variables that set torchrun's `--shutdown-timeout`, the strongest first."""
+    names = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    return tuple(os.environ.get(name) or None for name in names)

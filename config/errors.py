@@ -1,5 +1,16 @@
 """The errors that a user can cause, each with the exit code that a supervisor reads (sysexits)."""
 
+EXIT_CODES = {
+    "0": "done; after SIGTERM: open requests have finished, or were told of the end",
+    "1": "moed healthcheck, doctor, bench: the answer is no",
+    "64": "a command line that cannot be read",
+    "65": "a checkpoint that is missing, damaged, or of a family that is not served",
+    "69": "another rank went away",
+    "70": "a process died, or a fault of moed's own",
+    "78": "settings that cannot work, here or together, or differ between ranks",
+    "130, 143": "stopped at once: Ctrl-C or SIGTERM, while starting or a second time",
+}
+
 
 class MoedError(Exception):
     """A fault outside our code, with a message that says what was given, what is allowed, what to

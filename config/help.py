@@ -1,5 +1,7 @@
 """The text of `moed --help`, generated from the settings."""
 
+from moed.config.doctor_settings import DOCTOR, DoctorSettings
+from moed.config.errors import EXIT_CODES
 from moed.config.names import settings
 from moed.config.options import Setting, settings_of
 from moed.config.plan_settings import PLAN, PlanSettings
@@ -12,8 +14,10 @@ moed serves Mixture-of-Experts models over many ranks, behind one OpenAI-compati
   moed serve Qwen/Qwen3-30B-A3B -dp 8       a model from the Hugging Face Hub
   moed plan MODEL -dp 8 [flags of serve]    memory of each rank and all that would be refused; a
                                             config.json is enough, without GPU or weights
+  moed doctor [flags of serve]              what on this machine would break a launch, and its fix
   moed place http://HOST:PORT --copies 8    place experts by the load that a daemon has counted
   moed bench http://HOST:PORT               load on any OpenAI-compatible server
+  moed healthcheck                          exit code 0 where the local daemon is ready, else 1
   moed config show [flags of serve]         every resolved value, and where it came from
   moed models                               the model families that are served
   moed version
@@ -26,6 +30,9 @@ Each flag has a twin in the environment (--max-num-seqs: MOED_MAX_NUM_SEQS) and 
 (max_num_seqs). Flags win over the environment, that over the file, that over the defaults.
 Sizes: 8k is 8000, 8K is 8192; 4GiB, 512MiB. Switches: --name, --no-name.
 """
+EXIT_CODE_LINES = "\nExit codes\n" + "".join(
+    f"  {codes:<10}{meaning}\n" for codes, meaning in EXIT_CODES.items()
+)
 MORE = "moed --help=all shows all {count} flags.\n"
 
 FLAG_WIDTH = 34
@@ -39,9 +46,10 @@ def help_text(everything: bool) -> str:
         lines = [_entry(setting) for setting in shown if setting.option.group == group]
         if lines:
             parts.append(f"\n{group}\n" + "".join(lines))
-    own = settings_of(PlanSettings).values()
-    parts.append(f"\n{PLAN}\n" + "".join(_entry(setting) for setting in own))
-    parts.append(FOOTER)
+    for group, owner in ((PLAN, PlanSettings), (DOCTOR, DoctorSettings)):
+        own = settings_of(owner).values()
+        parts.append(f"\n{group}\n" + "".join(_entry(setting) for setting in own))
+    parts.extend((FOOTER, EXIT_CODE_LINES))
     if not everything:
         parts.append(MORE.format(count=num_flags()))
     return "".join(parts)
@@ -74,7 +82,7 @@ def _form(setting: Setting) -> str:
     if setting.name == "model":
         return "MODEL, --model MODEL"
     if setting.is_switch:
-        return setting.flag if option.group == PLAN else f"--[no-]{setting.flag[2:]}"
+        return setting.flag if option.group in (PLAN, DOCTOR) else f"--[no-]{setting.flag[2:]}"
     short = f"{option.short}, " if option.short else ""
     if option.choices and option.metavar is None:
         value = "|".join(option.choices)

@@ -1,16 +1,18 @@
 """The settings that only `moed plan` has: the machine that is planned for, and the form of the
-answer.
+answer; and how settings of one command are read, before those of `moed serve`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from moed.config.errors import ConfigError, UsageError
 from moed.config.options import Setting, option, settings_of
 from moed.config.sizes import parse_bytes, parse_tokens
 
 PLAN = "Only with moed plan"
+
+Owner = TypeVar("Owner")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +39,19 @@ def plan_flags() -> Mapping[str, Setting]:
     return {setting.flag: setting for setting in settings_of(PlanSettings).values()}
 
 
-def take_plan_settings(words: Sequence[str]) -> tuple[PlanSettings, list[str]]:
-    """The plan's own settings, and the words that are left. A flag given twice: the last wins.
+def take_settings(owner: type[Owner], words: Sequence[str]) -> tuple[Owner, list[str]]:
+    """A command's own settings, and the words that are left. A flag given twice: the last wins.
 
     Raises `UsageError` for a missing value, `ConfigError` for one that is not allowed.
     """
+    flags = {each.flag: each for each in settings_of(cast(type, owner)).values()}
     found: dict[str, Any] = {}
     left: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         flag, has_value, value = word.partition("=")
-        setting = plan_flags().get("--" + flag[2:].replace("_", "-") if flag[:2] == "--" else "")
+        setting = flags.get("--" + flag[2:].replace("_", "-") if flag[:2] == "--" else "")
         if setting is None:
             left.append(word)
             continue
@@ -62,7 +65,7 @@ def take_plan_settings(words: Sequence[str]) -> tuple[PlanSettings, list[str]]:
                 raise UsageError(f"{flag} needs a value: {flag} N")
             value = rest.pop(0)
         found[setting.name] = _number(setting, flag, value)
-    return PlanSettings(**found), left
+    return owner(**found), left
 
 
 def _number(setting: Setting, flag: str, text: str) -> int:

@@ -279,10 +279,16 @@ def _cache(settings: ServeSettings) -> CacheConfig:
 
 
 def _server(settings: ServeSettings) -> ServerConfig:
+    if settings.drain_delay and settings.drain_delay >= settings.shutdown_timeout:
+        raise ConfigError(
+            f"drain_delay is {settings.drain_delay:g} s, of the {settings.shutdown_timeout:g} s in "
+            "shutdown_timeout: it must be shorter, so that requests can finish after it"
+        )
     return ServerConfig(
         host=settings.host,
         port=settings.port,
         shutdown_timeout_s=settings.shutdown_timeout,
+        drain_delay_s=settings.drain_delay,
         api_keys=all_keys(settings.api_keys, settings.api_key_file),
         max_logprobs=settings.max_logprobs,
         log_level=settings.log_level,
@@ -293,6 +299,7 @@ def _server(settings: ServeSettings) -> ServerConfig:
         max_request_bytes=settings.max_request_bytes,
         admin_api_keys=all_keys(settings.admin_api_keys, settings.admin_api_key_file),
         request_timeout_s=settings.request_timeout,
+        slow_reader_timeout_s=settings.slow_reader_timeout,
         tls=tls_config(settings),
         cors=cors_config(settings),
         observability=ObservabilityConfig(

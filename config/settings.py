@@ -327,6 +327,13 @@ class ServeSettings:
         minimum=0.001,
         shown_default="no bound",
     )
+    slow_reader_timeout: float = option(
+        60.0,
+        "how long a client may read nothing of an answer that waits for it, before it is cut off",
+        group=HTTP,
+        unit="seconds",
+        minimum=0.001,
+    )
     max_logprobs: int = option(
         20, "most logprobs per token that a request may ask for", group=HTTP, minimum=0
     )
@@ -406,6 +413,14 @@ class ServeSettings:
         "how long SIGTERM lets open requests finish",
         group=PROCESSES,
         common=True,
+        unit="seconds",
+        minimum=0,
+    )
+    drain_delay: float = option(
+        0.0,
+        "of that time, how long new requests are still served while /readyz is red already: as "
+        "long as a load balancer takes to see it",
+        group=PROCESSES,
         unit="seconds",
         minimum=0,
     )

@@ -1,6 +1,7 @@
 """The `moed` command. Each command imports only what it needs, so that help comes at once."""
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -64,6 +65,15 @@ def run(command: Command) -> int:
             from moed.server.bench.command import bench
 
             return bench(command.words)
+        case "doctor":
+            from moed.server.doctor.command import doctor
+
+            assert command.settings is not None and command.doctor is not None
+            return doctor(command.settings, command.doctor)
+        case "healthcheck":
+            from moed.server.healthcheck import healthcheck
+
+            return healthcheck(command.words)
         case "serve":
             return _serve(command)
     return 0
@@ -104,11 +114,32 @@ def _serve(command: Command) -> int:
             size = max(1, environment.world_size // settings.tensor_parallel_size)
             settings = replace(settings, data_parallel_size=size)
             origins = {**origins, "data_parallel_size": "torchrun"}
+        settings, origins = _within_torchrun(settings, origins, log=environment.rank == 0)
         config = _resolve(settings, origins, log=environment.rank == 0)
         return serve_under_torchrun(config, environment)
     from moed.server.launcher import serve
 
     return serve(_resolve(settings, origins, log=True))
+
+
+def _within_torchrun(
+    settings: ServeSettings, origins: Mapping[str, str], log: bool
+) -> tuple[ServeSettings, Mapping[str, str]]:
+    """A drain ends before torchrun's SIGKILL, however long it was meant to be."""
+    from moed.dist.torchrun_patience import LEAVING_S, longest_drain_s, torchrun_patience_s
+
+    asked, patience_s = settings.shutdown_timeout, torchrun_patience_s(sys.argv[1:])
+    longest_s = longest_drain_s(patience_s)
+    if asked <= longest_s:
+        return settings, origins
+    if log:
+        logger.warning(
+            "shutdown_timeout is %g s and not %g s: torchrun kills its workers %g s after SIGTERM; "
+            "`torchrun --shutdown-timeout %g` gives open requests all their time",
+            *(longest_s, asked, patience_s, math.ceil(asked + LEAVING_S)),
+        )
+    origins = {**origins, "shutdown_timeout": "torchrun"}
+    return replace(settings, shutdown_timeout=longest_s), origins
 
 
 def _resolve(settings: ServeSettings, origins: Mapping[str, str], log: bool) -> EngineConfig:

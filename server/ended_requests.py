@@ -34,6 +34,8 @@ class EndedChoice:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_preemptions: int
+    """As far as the engine has told: with the last output, so none for what was aborted."""
     max_tokens: int
     submitted_at: float
     queue_s: float

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,8 +24,10 @@ from moed.server.messages import (
     ExpertLoad,
     ForgetPrefixes,
     FromEngine,
+    PauseRequests,
     RankProgress,
     RankReady,
+    ResumeRequests,
     SamplingParams,
     Shutdown,
     StepDurations,
@@ -37,6 +40,11 @@ from moed.server.metrics import Metrics
 from moed.server.prefix import extend_keys
 
 logger = logging.getLogger(__name__)
+
+# Of one HTTP request whose client reads more slowly than its choices grow: they pause at the first
+# number, a little after it, and go on at the second.
+MAX_UNREAD_OUTPUTS = 1024
+RESUME_UNREAD_OUTPUTS = 256
 
 
 class Channel(Protocol):
@@ -94,6 +102,7 @@ class OpenChoice:
     num_prompt_tokens: int
     max_tokens: int
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
     queue_s: float = 0.0
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -105,6 +114,7 @@ class OpenChoice:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.next_output_index,
+            num_preemptions=self.num_preemptions,
             max_tokens=self.max_tokens,
             submitted_at=self.submitted_at,
             queue_s=self.queue_s,
@@ -119,21 +129,42 @@ class Submission:
 
     def __init__(self, client: "EngineClient", num_choices: int, origin: Origin) -> None:
         self._client = client
-        self._outputs: asyncio.Queue[tuple[int, TokenOutput] | GenerationFailed] = asyncio.Queue()
+        self._outputs: deque[tuple[int, TokenOutput]] = deque()
+        self._failure: GenerationFailed | None = None
+        self._has_news = asyncio.Event()
+        self._is_paused = False
         self.open: dict[int, OpenChoice] = {}
         self.ended: list[EndedChoice] = []
         self.origin = origin
         self.num_choices = num_choices
 
-    def put(self, item: tuple[int, TokenOutput] | GenerationFailed) -> None:
-        self._outputs.put_nowait(item)
+    def put(self, index: int, output: TokenOutput) -> None:
+        self._outputs.append((index, output))
+        self._has_news.set()
+        if len(self._outputs) >= MAX_UNREAD_OUTPUTS and not self._is_paused and self.open:
+            self._is_paused = True
+            self._client.pause(self)
 
-    async def next(self) -> tuple[int, TokenOutput]:
-        """The next output of any choice, with the choice's index. Raises `GenerationFailed`."""
-        item = await self._outputs.get()
-        if isinstance(item, GenerationFailed):
-            raise item
-        return item
+    def fail(self, error: GenerationFailed) -> None:
+        """Raise `error` once all outputs before it are taken."""
+        self._failure = self._failure or error
+        self._has_news.set()
+
+    async def take(self, most: int) -> list[tuple[int, TokenOutput]]:
+        """The next outputs of any choices, each with its choice's index: all that are there, up to
+        `most`; waits for one where there is none. Raises `GenerationFailed`.
+        """
+        outputs = self._outputs
+        while not outputs:
+            if self._failure is not None:
+                raise self._failure
+            self._has_news.clear()
+            await self._has_news.wait()
+        taken = [outputs.popleft() for _ in range(min(most, len(outputs)))]
+        if self._is_paused and len(outputs) <= RESUME_UNREAD_OUTPUTS:
+            self._is_paused = False
+            self._client.resume(self)
+        return taken
 
     def stop(self, index: int) -> None:
         """End one choice early: its text is complete."""
@@ -152,7 +183,7 @@ class Submission:
                 token_ids=[],
                 finish_reason="abort",
             )
-            self.put((choice.index, ending))
+            self.put(choice.index, ending)
 
     def close(self) -> None:
         """Abort what is still open. Safe to call twice."""
@@ -230,7 +261,8 @@ class EngineClient:
     def _on_output(self, choice: OpenChoice, output: TokenOutput, now: float) -> None:
         if output.finish_reason == "error" or output.error is not None:
             self._end(choice, "error")
-            choice.submission.put(GenerationFailed(output.error or "the engine gave no reason"))
+            error = output.error or "the engine gave no reason"
+            choice.submission.fail(GenerationFailed(error))
             return
         fresh = drop_duplicates(output, choice.next_output_index)
         if fresh is None:
@@ -244,15 +276,17 @@ class EngineClient:
                 choice.next_output_index,
             )
             self.abort([choice], "error")
-            choice.submission.put(GenerationFailed("tokens were lost between engine and server"))
+            lost = GenerationFailed("tokens were lost between engine and server")
+            choice.submission.fail(lost)
             return
         if fresh.output_index == 0:
             choice.num_cached_tokens, choice.queue_s = fresh.num_cached_tokens, fresh.queue_s
         if fresh.token_ids:
             self._on_tokens(choice, len(fresh.token_ids), now)
         if fresh.finish_reason is not None:
+            choice.num_preemptions = fresh.num_preemptions
             self._end(choice, fresh.finish_reason)
-        choice.submission.put((choice.index, fresh))
+        choice.submission.put(choice.index, fresh)
 
     def _on_tokens(self, choice: OpenChoice, num_tokens: int, now: float) -> None:
         choice.next_output_index += num_tokens
@@ -388,6 +422,25 @@ class EngineClient:
             self._send(rank, AbortRequests(request_ids))
         self._wake()
 
+    def pause(self, submission: Submission) -> None:
+        """Compute no more of its choices: their places are for others until `resume`."""
+        self._tell_ranks(submission, PauseRequests)
+
+    def resume(self, submission: Submission) -> None:
+        self._tell_ranks(submission, ResumeRequests)
+
+    def _tell_ranks(
+        self, submission: Submission, kind: type[PauseRequests] | type[ResumeRequests]
+    ) -> None:
+        if self._is_stopped or not submission.open:
+            return
+        by_rank: dict[int, list[str]] = {}
+        for choice in submission.open.values():
+            by_rank.setdefault(choice.rank, []).append(choice.request_id)
+        for rank, request_ids in by_rank.items():
+            self._send(rank, kind(request_ids))
+        self._wake()
+
     def _send(self, rank: int, message: ToEngine) -> None:
         """To the process that schedules for DP rank `rank`: the first of its members."""
         self._channel.send(rank * self._num_members, message)
@@ -409,7 +462,7 @@ class EngineClient:
         submissions = {id(c.submission): c.submission for c in self._choices.values()}
         self.abort(list(self._choices.values()), "error")
         for submission in submissions.values():
-            submission.put(GenerationFailed(message))
+            submission.fail(GenerationFailed(message))
         return len(submissions)
 
     def lose_group(self, message: str) -> int:
@@ -452,4 +505,5 @@ def drop_duplicates(output: TokenOutput, next_index: int) -> TokenOutput | None:
         logprobs=None if output.logprobs is None else output.logprobs[num_seen:],
         prompt_logprobs=output.prompt_logprobs,
         num_cached_tokens=output.num_cached_tokens,
+        num_preemptions=output.num_preemptions,
     )

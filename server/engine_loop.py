@@ -25,7 +25,9 @@ from moed.server.messages import (
     AddRequest,
     ForgetPrefixes,
     FromEngine,
+    PauseRequests,
     RankStats,
+    ResumeRequests,
     Shutdown,
     StepOutputs,
     ToEngine,
@@ -197,6 +199,10 @@ class EngineLoop:
                     self._add(message)
                 case AbortRequests():
                     self._scheduler.abort(message.request_ids)
+                case PauseRequests():
+                    self._scheduler.pause(message.request_ids)
+                case ResumeRequests():
+                    self._scheduler.resume(message.request_ids)
                 case Wake():
                     self._wake_number = max(self._wake_number, message.number)
                 case ForgetPrefixes():
@@ -247,8 +253,9 @@ class EngineLoop:
             num_aborted=counters.num_aborted,
             num_prefix_queries=counters.num_prefix_queries,
             num_prefix_hits=counters.num_prefix_hits,
+            num_paused=self._scheduler.num_paused,
         )
 
 
-def _gauges(stats: RankStats) -> tuple[int, int]:
-    return (stats.num_running, stats.num_waiting)
+def _gauges(stats: RankStats) -> tuple[int, int, int]:
+    return (stats.num_running, stats.num_waiting, stats.num_paused)

@@ -3,6 +3,7 @@
 Legend: E experts, R processes.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -36,6 +37,22 @@ class LayerLoad:
         """The busiest process's rows over the mean, at least 1; 1 for no rows at all."""
         mean = sum(self.window_rank_rows) / max(1, len(self.window_rank_rows))
         return max(self.window_rank_rows) / mean if mean else 1.0
+
+    @property
+    def balancedness(self) -> float:
+        """The processes' mean over the busiest one, in (0, 1]; 1 for no rows at all."""
+        return 1 / self.imbalance
+
+    @property
+    def entropy(self) -> float:
+        """Of the window's rows over the experts, as a share of the most that is possible: 1 where
+        all are equally busy, 0 where one has everything; 1 for no rows at all.
+        """
+        total, num_experts = sum(self.window_rows), len(self.window_rows)
+        if not total or num_experts < 2:
+            return 1.0
+        shares = [rows / total for rows in self.window_rows if rows]
+        return abs(sum(share * math.log(share) for share in shares)) / math.log(num_experts)
 
     @property
     def num_dead(self) -> int:

@@ -38,13 +38,26 @@ def expert_families(loads: ExpertLoads, model_name: str) -> Iterator[Metric]:
         "Part of the last minute's rows that the busiest experts have.",
         labels=(*by_layer, "topn"),
     )
+    entropy = GaugeMetricFamily(
+        "moed:router_entropy",
+        "Of the last minute's rows over the experts: 1 where all are alike, 0 where one has all.",
+        labels=by_layer,
+    )
+    balancedness = GaugeMetricFamily(
+        "moed:expert_balancedness",
+        "Mean rows of a rank over the busiest one's, in the last minute, of the worst layer.",
+        labels=("model_name",),
+    )
+    if layers:
+        balancedness.add_metric((model_name,), min(load.balancedness for load in layers))
     for load in layers:
         own = (model_name, str(load.layer))
+        entropy.add_metric(own, load.entropy)
         imbalance.add_metric(own, load.imbalance)
         dead.add_metric(own, load.num_dead)
         for top in HOT_COUNTS:
             hot.add_metric((*own, str(top)), load.hot_share(top))
-    yield from (imbalance, dead, hot)
+    yield from (imbalance, balancedness, entropy, dead, hot)
     if sum(len(load.rows) for load in layers) <= MAX_EXPERT_SERIES:
         tokens = CounterMetricFamily(
             "moed:expert_tokens",

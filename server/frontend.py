@@ -185,7 +185,7 @@ class Frontend:
         tls = self._config.server.tls
         return uvicorn.Config(
             create_app(self._state),
-            http=HttpProtocol,
+            http=HttpProtocol.patient_for(self._config.server.slow_reader_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -266,8 +266,9 @@ class Frontend:
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     self._tell(Drained(num_unfinished=num_unfinished))
                 case Drain():
-                    self._state.health.drain()
-                    draining = draining or asyncio.create_task(self._drain())
+                    if draining is None:
+                        self._state.health.announce_drain()
+                        draining = asyncio.create_task(self._drain())
                 case StopNow():
                     if draining is not None:
                         draining.cancel()
@@ -280,8 +281,15 @@ class Frontend:
     async def _drain(self) -> None:
         """Let open requests finish within the timeout, then have all ranks leave together."""
         timeout_s = self._config.server.shutdown_timeout_s
+        delay_s = self._config.server.drain_delay_s
+        health = self._state.health
+        if delay_s and health.takes_requests:
+            await asyncio.sleep(delay_s)
+        else:
+            delay_s = 0.0
+        health.drain()
         num_unfinished = 0
-        if not await self._state.open_requests.wait_empty(timeout_s):
+        if not await self._state.open_requests.wait_empty(timeout_s - delay_s):
             num_unfinished = self._engine.fail_all(
                 f"the server is shutting down, and this request took longer than the {timeout_s:g} "
                 "s that it had left (shutdown_timeout)"

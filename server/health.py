@@ -33,10 +33,17 @@ class Health:
         self.ranks = [RankHealth(rank) for rank in range(num_ranks)]
         self._reason = ""
         self._is_leaving = False
+        self._is_announcing = False
 
     @property
     def is_ready(self) -> bool:
         return self.phase is Phase.READY
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a new request is served: when ready, and for a while after `announce_drain`."""
+        announcing = self._is_announcing and self.phase is Phase.DRAINING
+        return self.is_ready or announcing
 
     def on_progress(self, rank: int, phase: str) -> None:
         self.ranks[rank].phase = phase
@@ -72,9 +79,20 @@ class Health:
             self._reason = ""
         return self.is_ready
 
+    def announce_drain(self) -> None:
+        """Not ready from now on, yet where new requests were served they still are, until `drain`:
+        those who follow readiness need a moment to see it.
+        """
+        was_ready = self.is_ready
+        self.drain()
+        if was_ready:
+            self._is_announcing = True
+            self._reason = "the server is shutting down and will soon take no new requests"
+
     def drain(self) -> None:
         """No new requests from now on; open ones go on, and then the daemon leaves."""
         self._is_leaving = True
+        self._is_announcing = False
         if self.phase is not Phase.FAILED:
             self.phase = Phase.DRAINING
             self._reason = "the server is shutting down and takes no new requests"

@@ -81,6 +81,20 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
+class PauseRequests(msgspec.Struct, frozen=True, tag="pause"):
+    """Compute nothing more of these until they are resumed, and let others have their place: nobody
+    reads what they have given so far. Unknown ids are ignored.
+    """
+
+    request_ids: list[str]
+
+
+class ResumeRequests(msgspec.Struct, frozen=True, tag="resume"):
+    """Go on with paused requests. Unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
     """From the one waker: a sleeping rank resumes on any number above its last one."""
 
@@ -95,7 +109,9 @@ class ForgetPrefixes(msgspec.Struct, frozen=True, tag="forget_prefixes"):
     """Compute every new request's prompt from its first token, whatever the KV cache holds."""
 
 
-ToEngine = AddRequest | AbortRequests | Wake | Shutdown | ForgetPrefixes
+ToEngine = (
+    AddRequest | AbortRequests | PauseRequests | ResumeRequests | Wake | Shutdown | ForgetPrefixes
+)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -143,6 +159,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """Prompt tokens that were not computed, thanks to the prefix cache."""
     queue_s: float = 0.0
     """With the first output: seconds between the request's arrival and its first step."""
+    num_preemptions: int = 0
+    """With the last output: how often the request has given its KV blocks to others."""
     routed_experts: list[RoutedExperts] = []
     """When asked for: of the tokens computed since the last output. What preemption has computed
     again comes twice.
@@ -171,6 +189,8 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens of requests that looked for their prefix in the cache."""
     num_prefix_hits: int
     """Those of them that were found."""
+    num_paused: int = 0
+    """Requests that neither run nor wait, since their clients do not read."""
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):

@@ -123,6 +123,7 @@ class Metrics:
         yield up
         yield from self._waiting_by_reason()
         yield from self.steps.families()
+        yield from self.requests.families()
         yield from expert_families(self.expert_loads, self._model_name)
         yield from self._info_families()
 
@@ -137,12 +138,14 @@ class Metrics:
     def _waiting_by_reason(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
             "moed:num_requests_waiting_by_reason",
-            "Requests that wait on the rank: all of them for a place in its steps.",
+            "Requests that wait on the rank: for a place in its steps (capacity), or for their "
+            "clients to read what they have been given (deferred).",
             labels=(*LABELS, "reason"),
         )
         for rank, own in enumerate(self._labels()):
             stats = self._stats.get(rank)
             waiting.add_metric((*own, "capacity"), float(stats.num_waiting) if stats else 0.0)
+            waiting.add_metric((*own, "deferred"), float(stats.num_paused) if stats else 0.0)
         yield waiting
 
     def _info_families(self) -> Iterator[Metric]:

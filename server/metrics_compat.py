@@ -36,6 +36,7 @@ SHARED = frozenset(
         "request_prompt_tokens",
         "request_generation_tokens",
         "request_max_num_generation_tokens",
+        "request_num_preemptions",
         "request_params_n",
         "request_params_max_tokens",
         "request_prefill_kv_computed_tokens",

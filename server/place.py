@@ -1,17 +1,17 @@
 """`moed place`: a placement of experts from the load that a running daemon has counted."""
 
-import argparse
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from moed.config.environ import client_api_key
-from moed.config.errors import ConfigError, UsageError
+from moed.config.errors import ConfigError
 from moed.config.expert_placement import ExpertPlacement
 from moed.dist.balance import balance, imbalance
+from moed.server.command_words import CommandParser
 
 EXPERTS_PATH = "/v1/moe/experts"
 TIMEOUT_S = 30.0
@@ -24,19 +24,9 @@ SOURCE is the address of a running daemon, such as http://127.0.0.1:8000, or a f
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"moed place: {message} (`moed place --help` shows how)")
-
-
 def place(words: Sequence[str]) -> None:
     """Print, or write, the placement. Raises `UsageError` or `ConfigError`."""
-    parser = _Parser(
-        prog="moed place",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser("place", DESCRIPTION)
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("--ranks", type=int, help="ranks to place on (default: as many as now)")
     parser.add_argument(

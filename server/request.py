@@ -16,6 +16,7 @@ from moed.server.messages import AddRequest, RoutedExperts, SamplingParams, Toke
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    PAUSED = "paused"
     FINISHED = "finished"
 
 
@@ -65,6 +66,8 @@ class Request:
     """Of its full blocks, as far as anybody has asked (see `moed.server.prefix`)."""
     num_named_blocks: int = 0
     """Blocks that others can find."""
+    num_preemptions: int = 0
+    """How often it has given its blocks to others."""
     num_cached_tokens: int | None = None
     """Prompt tokens that it found computed when it first ran; None before."""
 

@@ -1,8 +1,12 @@
 """Series about requests, as this front end sees them: latencies, sizes, and how they ended."""
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from moed.config.engine_config import EngineConfig
+from moed.server import histogram
 from moed.server import metric_buckets as buckets
 from moed.server.ended_requests import EndedChoice, EndedRequest
 
@@ -66,11 +70,7 @@ class RequestMetrics:
             "From the request's arrival to its first token.",
             buckets.FIRST_TOKEN_S,
         )
-        self._between_tokens = self._histogram(
-            "inter_token_latency_seconds",
-            "Between two tokens of a request.",
-            buckets.BETWEEN_TOKENS_S,
-        )
+        self._between_tokens = [histogram.Histogram(buckets.BETWEEN_TOKENS_S) for _ in ranks]
         self._times = [
             (name, self._histogram(suffix, text, limits)) for suffix, name, limits, text in TIMES
         ]
@@ -97,6 +97,11 @@ class RequestMetrics:
             "request_max_num_generation_tokens",
             "Output tokens of the longest choice of a request.",
             counts,
+        )
+        self._preemptions = self._histogram(
+            "request_num_preemptions",
+            "How often a request has given its KV blocks to others.",
+            buckets.PREEMPTIONS,
         )
         self._num_choices = self._histogram(
             "request_params_n", "Choices for each prompt of a request.", buckets.NUM_CHOICES
@@ -142,18 +147,29 @@ class RequestMetrics:
         if last_token_at is None:
             self._first_token[rank].observe(now - submitted_at)
         else:
-            self._between_tokens[rank].observe((now - last_token_at) / num)
+            self._between_tokens[rank].add((now - last_token_at) / num)
+
+    def families(self) -> Iterator[Metric]:
+        """What is counted here and not by the registry."""
+        between = HistogramMetricFamily(
+            "moed:inter_token_latency_seconds", "Between two tokens of a request.", labels=LABELS
+        )
+        for own, counted in zip(self._ranks, self._between_tokens, strict=True):
+            told = histogram.cumulated(buckets.BETWEEN_TOKENS_S, counted.counts)
+            between.add_metric(own, told, counted.sum)
+        yield between
 
     def on_choice_end(self, choice: EndedChoice) -> None:
         rank = choice.rank
         self._finished.labels(*self._ranks[rank], choice.reason).inc()
-        for name, histogram in self._times:
+        for name, by_rank in self._times:
             if (seconds := getattr(choice, name)) is not None:
-                histogram[rank].observe(seconds)
+                by_rank[rank].observe(seconds)
         self._inference[rank].observe(max(0.0, choice.e2e_s - choice.queue_s))
         self._prompt_tokens[rank].observe(choice.num_prompt_tokens)
         self._generation_tokens[rank].observe(choice.num_output_tokens)
         self._max_tokens[rank].observe(choice.max_tokens)
+        self._preemptions[rank].observe(choice.num_preemptions)
         if choice.first_token_at is None:
             return  # whether a cache had its prompt was never known
         computed = max(0, choice.num_prompt_tokens - choice.num_cached_tokens)

@@ -107,6 +107,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0
         self._num_waiting_tokens = 0
+        self._num_paused = 0
         # Sorted by key.
         self._running: list[Request] = []
         self._num_arrived = 0
@@ -136,12 +137,36 @@ class Scheduler:
                 self._remove(request)
                 self.counters.num_aborted += 1
 
+    def pause(self, request_ids: Iterable[str]) -> None:
+        """Give back the places and blocks of these, and schedule them no more until `resume`."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None or request.status is Status.PAUSED:
+                continue
+            if request.status is Status.RUNNING:
+                self._running.remove(request)
+                self._blocks.free(request)
+            else:
+                self._leave_waiting(request)
+                self._sweep_waiting(request)
+            request.status = Status.PAUSED
+            self._num_paused += 1
+
+    def resume(self, request_ids: Iterable[str]) -> None:
+        """Have paused requests wait for their turn, in their old place in the order."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None and request.status is Status.PAUSED:
+                self._num_paused -= 1
+                self._push_waiting(request)
+
     def abort_all(self) -> None:
         self.abort(list(self._requests))
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._requests)
+        """True while there is something to compute, now or when others have ended."""
+        return len(self._requests) > self._num_paused
 
     @property
     def num_running(self) -> int:
@@ -150,6 +175,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return self._num_waiting
+
+    @property
+    def num_paused(self) -> int:
+        return self._num_paused
 
     @property
     def num_queued_tokens(self) -> int:
@@ -257,6 +286,7 @@ class Scheduler:
         self._running.remove(request)
         self._blocks.free(request)
         self._push_waiting(request)
+        request.num_preemptions += 1
         self.counters.num_preemptions += 1
 
     def _admit(self, chosen: list[ScheduledRequest], budget: int) -> int:
@@ -322,14 +352,24 @@ class Scheduler:
         """End of a request in any state."""
         if request.status is Status.RUNNING:
             self._running.remove(request)
+        elif request.status is Status.PAUSED:
+            self._num_paused -= 1
         else:
             self._leave_waiting(request)
         request.status = Status.FINISHED
         self._blocks.free(request)
         del self._requests[request.request_id]
         if len(self._waiting) > 2 * self._num_waiting + MIN_STALE_ENTRIES:
-            self._waiting = [entry for entry in self._waiting if _is_waiting(entry[1])]
-            heapq.heapify(self._waiting)
+            self._sweep_waiting(None)
+
+    def _sweep_waiting(self, leaving: Request | None) -> None:
+        """Drop what is stale, and `leaving`, which may come back: no request is there twice."""
+        self._waiting = [
+            (key, request)
+            for key, request in self._waiting
+            if _is_waiting(request) and request is not leaving
+        ]
+        heapq.heapify(self._waiting)
 
     def _count_prompt_tokens(self, request: Request) -> None:
         """Each prompt token once, however often preemption has it computed again."""
@@ -425,6 +465,7 @@ def _output(
         num_cached_tokens=0 if request.num_sent_tokens else request.num_cached_tokens or 0,
         routed_experts=request.routed_experts,
         queue_s=request.queue_s or 0.0,
+        num_preemptions=0 if reason is None else request.num_preemptions,
     )
     request.routed_experts = []
     request.num_sent_tokens += len(new_tokens)

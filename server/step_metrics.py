@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from moed.server.histogram import cumulated
 from moed.server.messages import DurationCounts, RankStats, StepDurations
 from moed.server.metric_buckets import STEP_S
 
@@ -43,18 +44,14 @@ class StepMetrics:
         )
         for rank, durations in sorted(self._durations.items()):
             for phase, counts in durations.steps.items():
-                steps.add_metric((self._model_name, str(rank), phase), *_cumulated(counts))
-            waits.add_metric((self._model_name, str(rank)), *_cumulated(durations.waits))
+                steps.add_metric((self._model_name, str(rank), phase), *_told(counts))
+            waits.add_metric((self._model_name, str(rank)), *_told(durations.waits))
         for rank, (told_at, is_busy) in sorted(self._last_told.items()):
             seconds = self._clock() - told_at if is_busy else 0.0
             lag.add_metric((self._model_name, str(rank)), seconds)
         yield from (steps, waits, lag)
 
 
-def _cumulated(durations: DurationCounts) -> tuple[list[tuple[str, float]], float]:
-    """Buckets as Prometheus has them: each holds all below it."""
-    total, buckets = 0, []
-    for limit, count in zip((*STEP_S, float("inf")), durations.counts, strict=True):
-        total += count
-        buckets.append(("+Inf" if limit == float("inf") else str(limit), float(total)))
-    return buckets, durations.sum_s
+def _told(durations: DurationCounts) -> tuple[list[tuple[str, float]], float]:
+    """Buckets and sum, as Prometheus has them."""
+    return cumulated(STEP_S, durations.counts), durations.sum_s

@@ -3,9 +3,9 @@ in buckets, and told to the front end at most once a second.
 """
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 
+from moed.server.histogram import Histogram
 from moed.server.messages import DurationCounts, StepDurations
 from moed.server.metric_buckets import STEP_S
 from moed.server.scheduler import Schedule
@@ -14,29 +14,14 @@ REPORT_INTERVAL_S = 1.0
 PREFILL, DECODE, IDLE = "prefill", "decode", "idle"
 
 
-class Durations:
-    """Counts by bucket, the last one without a limit, and their sum in seconds."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(STEP_S) + 1)
-        self.sum_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(STEP_S, seconds)] += 1
-        self.sum_s += seconds
-
-    def told(self) -> DurationCounts:
-        return DurationCounts(list(self.counts), self.sum_s)
-
-
 class StepTimes:
     """Call `on_step` after each step, and `before_sleep` when none follows for a while."""
 
     def __init__(self, rank: int, send: Callable[[StepDurations], None]) -> None:
         self._rank = rank
         self._send = send
-        self._steps = {phase: Durations() for phase in (PREFILL, DECODE, IDLE)}
-        self._waits = Durations()
+        self._steps = {phase: Histogram(STEP_S) for phase in (PREFILL, DECODE, IDLE)}
+        self._waits = Histogram(STEP_S)
         self._told_at = 0.0
         self._is_news = False
 
@@ -56,8 +41,12 @@ class StepTimes:
 
     def _tell(self) -> None:
         self._is_news = False
-        steps = {phase: durations.told() for phase, durations in self._steps.items()}
-        self._send(StepDurations(self._rank, steps, self._waits.told()))
+        steps = {phase: _told(durations) for phase, durations in self._steps.items()}
+        self._send(StepDurations(self._rank, steps, _told(self._waits)))
+
+
+def _told(durations: Histogram) -> DurationCounts:
+    return DurationCounts(list(durations.counts), durations.sum)
 
 
 def phase_of(schedule: Schedule) -> str:

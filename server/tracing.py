@@ -18,6 +18,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from moed.server.ended_requests import EndedRequest
 
 SERVICE = "moed"
+# What the SDK calls a service that nobody has named.
+UNKNOWN = "unknown_service"
 FAILED = "error"
 # Of one batch. It also bounds what a collector that is gone costs the shutdown.
 EXPORT_S = 2.0
@@ -27,7 +29,7 @@ class Tracing:
     """Gives spans to a processor: exported in batches, by a thread of their own."""
 
     def __init__(self, processor: SpanProcessor) -> None:
-        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: SERVICE}))
+        self._provider = TracerProvider(resource=resource())
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("moed.server")
         self._propagator = TraceContextTextMapPropagator()
@@ -47,15 +49,26 @@ class Tracing:
             context=self._propagator.extract(origin.headers),
             kind=SpanKind.SERVER,
             start_time=_nanoseconds(min(choice.submitted_at for choice in choices) + offset),
-            attributes=attributes(request),
         )
+        if not span.is_recording():
+            return  # the caller, or the sampler of `OTEL_TRACES_SAMPLER`, does not want it
+        span.set_attributes(attributes(request))
         if any(choice.reason == FAILED for choice in choices):
             span.set_status(Status(StatusCode.ERROR))
+            span.set_attribute("error.type", FAILED)
         span.end(_nanoseconds(max(choice.ended_at for choice in choices) + offset))
 
     def close(self) -> None:
         """Send what is left, within the exporter's own bound."""
         self._provider.shutdown()
+
+
+def resource() -> Resource:
+    """What the spans are of: as `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` say."""
+    found = Resource.create()
+    if str(found.attributes.get(SERVICE_NAME, UNKNOWN)).startswith(UNKNOWN):
+        found = found.merge(Resource({SERVICE_NAME: SERVICE}))
+    return found
 
 
 def attributes(request: EndedRequest) -> Mapping[str, Any]:
@@ -74,7 +87,7 @@ def attributes(request: EndedRequest) -> Mapping[str, Any]:
         "gen_ai.request.top_p": origin.top_p,
         "gen_ai.response.finish_reasons": [choice.reason for choice in choices],
         "gen_ai.usage.input_tokens": sum(choice.num_prompt_tokens for choice in prompts),
-        "gen_ai.usage.cached_tokens": sum(choice.num_cached_tokens for choice in prompts),
+        "gen_ai.usage.cache_read.input_tokens": sum(choice.num_cached_tokens for choice in prompts),
         "gen_ai.usage.output_tokens": sum(choice.num_output_tokens for choice in choices),
         "gen_ai.latency.time_in_queue": max(choice.queue_s for choice in choices),
         "gen_ai.latency.time_to_first_token": max(

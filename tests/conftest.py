@@ -13,6 +13,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-seconds",
+        type=float,
+        default=1200.0,
+        help="how long the long run of random load lasts (only with the slow tests)",
+    )
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], WorkerPool]]:
     """`workers(world_size)`: a pool of ranks, kept for later tests unless a job of it failed."""

@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from starlette.responses import Response
 from moed.server.api.answer_plan import AnswerPlan, offered_tools, plan_answer
 from moed.server.api.bodies.chat import ChatBody
 from moed.server.api.chat_output import ChatOutput
-from moed.server.api.choice_text import Token
+from moed.server.api.choice_text import Piece, Token
+from moed.server.api.chunks import Chunks
 from moed.server.api.completions import check_num_choices
 from moed.server.api.conversation import render, template_options, tokenize_conversation
-from moed.server.api.event_stream import DONE, event
+from moed.server.api.event_stream import DONE
 from moed.server.api.generation import (
     Generation,
     PromptTokens,
@@ -217,11 +218,7 @@ def whole_chat(generation: Generation) -> Response:
 async def stream_chat(generation: Generation) -> AsyncGenerator[bytes, None]:
     """A chunk with the role for each choice, what it says as it comes, and a chunk that ends it."""
     assert isinstance(generation, ChatGeneration)
-
-    def chunk(choice: ChunkChoice, **more: Any) -> bytes:
-        usage = generation.chunk_usage
-        return event(generation.answer(CHUNK_KIND, [choice], usage=usage, **more))
-
+    chunks = Chunks(generation, CHUNK_KIND)
     # Tokens of which nothing is shown yet: they come with the next chunk of their choice.
     waiting: list[list[Token]] = [[] for _ in generation.choices]
     pieces = generation.pieces()
@@ -232,35 +229,41 @@ async def stream_chat(generation: Generation) -> AsyncGenerator[bytes, None]:
             if index == 0:
                 more["prompt_token_ids"] = _prompt_token_ids(generation)
                 more["warnings"] = generation.ignored.warnings or UNSET
-            yield chunk(opening, **more)
-        async for index, piece in pieces:
-            tokens = waiting[index] + piece.tokens
-            output, text = generation.outputs[index], generation.choices[index].text
-            for delta in output.deltas(piece, is_last=text.finish_reason is not None):
-                yield chunk(
-                    ChunkChoice(
-                        index=index,
-                        delta=delta,
-                        logprobs=_logprobs(generation, tokens) if tokens else None,
-                        token_ids=_token_ids(generation, tokens),
-                    )
-                )
-                tokens = []
-            if text.finish_reason is not None:
-                yield chunk(
-                    ChunkChoice(
-                        index=index,
-                        delta=Delta(),
-                        logprobs=_logprobs(generation, tokens) if tokens else None,
-                        finish_reason=output.finish_reason,
-                        stop_reason=text.stop_reason,
-                        token_ids=_token_ids(generation, tokens),
-                        routed_experts=generation.routed_experts(index),
-                    )
-                )
-            waiting[index] = tokens
-        if generation.wants_usage:
-            yield event(generation.answer(CHUNK_KIND, [], usage=generation.usage))
-        yield DONE
+            yield chunks.event_with(opening, **more)
+        async for ready in pieces:
+            events = [
+                chunks.event(choice)
+                for index, piece in ready
+                for choice in _chunk_choices(generation, index, piece, waiting)
+            ]
+            yield b"".join(events)
+        yield chunks.usage() + DONE
     finally:
         await pieces.aclose()
+
+
+def _chunk_choices(
+    generation: ChatGeneration, index: int, piece: Piece, waiting: list[list[Token]]
+) -> Iterator[ChunkChoice]:
+    """Of one chunk each."""
+    tokens = waiting[index] + piece.tokens
+    output, text = generation.outputs[index], generation.choices[index].text
+    for delta in output.deltas(piece, is_last=text.finish_reason is not None):
+        yield ChunkChoice(
+            index=index,
+            delta=delta,
+            logprobs=_logprobs(generation, tokens) if tokens else None,
+            token_ids=_token_ids(generation, tokens),
+        )
+        tokens = []
+    if text.finish_reason is not None:
+        yield ChunkChoice(
+            index=index,
+            delta=Delta(),
+            logprobs=_logprobs(generation, tokens) if tokens else None,
+            finish_reason=output.finish_reason,
+            stop_reason=text.stop_reason,
+            token_ids=_token_ids(generation, tokens),
+            routed_experts=generation.routed_experts(index),
+        )
+    waiting[index] = tokens

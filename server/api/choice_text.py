@@ -7,7 +7,7 @@ from moed.server.messages import TokenLogprobs, TokenOutput
 from moed.server.stop_strings import StopStrings
 
 
-@dataclass
+@dataclass(slots=True)
 class Token:
     """One output (or, with echo, prompt) token."""
 
@@ -17,7 +17,7 @@ class Token:
     logprobs: TokenLogprobs | None
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """What can be sent: text, and the tokens that it came from."""
 

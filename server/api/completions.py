@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from moed.server.api.bodies.completion import CompletionBody
 from moed.server.api.choice_text import Piece, Token
+from moed.server.api.chunks import Chunks
 from moed.server.api.errors import ContextLengthExceeded, InvalidRequest
-from moed.server.api.event_stream import DONE, event
+from moed.server.api.event_stream import DONE
 from moed.server.api.generation import (
     ChoiceResult,
     Generation,
@@ -188,29 +189,31 @@ async def stream_completion(generation: Generation) -> AsyncGenerator[bytes, Non
     """Text as it comes; each choice ends with a chunk of its own that says why."""
     body = generation.body
     assert isinstance(body, CompletionBody)
-    warnings: Any = generation.ignored.warnings or UNSET
+    warnings = generation.ignored.warnings
     has_begun = [False] * len(generation.choices)
+    chunks = Chunks(generation, KIND)
     pieces = generation.pieces()
     try:
-        async for index, piece in pieces:
-            for chunk in _chunks(generation, body, index, piece, is_first=not has_begun[index]):
-                yield event(
-                    generation.answer(
-                        KIND, [chunk], usage=generation.chunk_usage, warnings=warnings
-                    )
-                )
-                warnings = UNSET
-            has_begun[index] = True
-        if generation.wants_usage:
-            yield event(generation.answer(KIND, [], usage=generation.usage))
-        yield DONE
+        async for ready in pieces:
+            events = []
+            for index, piece in ready:
+                for choice in _choices(generation, body, index, piece, not has_begun[index]):
+                    if warnings:
+                        events.append(chunks.event_with(choice, warnings=warnings))
+                        warnings = []
+                    else:
+                        events.append(chunks.event(choice))
+                has_begun[index] = True
+            yield b"".join(events)
+        yield chunks.usage() + DONE
     finally:
         await pieces.aclose()
 
 
-def _chunks(
+def _choices(
     generation: Generation, body: CompletionBody, index: int, piece: Piece, is_first: bool
 ) -> list[CompletionChoice]:
+    """Of one chunk each."""
     choice = generation.choices[index]
     chunks = []
     echo = bool(body.echo) and is_first

@@ -62,7 +62,8 @@ async def _cancel(task: "asyncio.Future[Any]") -> None:
 
 
 class EventStream(Response):
-    """Sends what `events` yields, a comment every 15 s of silence, and an error as the last event.
+    """Sends what `events` yields, unless it is empty, a comment every 15 s of silence, and an error
+    as the last event.
 
     `on_close` is always called at the end, even when the client left before the first event: a
     generator that was never started runs no `finally` of its own.
@@ -104,7 +105,8 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", **head})
             async for body in self._events:
-                await self._send(send, body)
+                if body:
+                    await self._send(send, body)
         except (asyncio.CancelledError, OSError):
             raise
         except Exception as error:

@@ -5,7 +5,7 @@ routes.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,14 @@ from moed.server.api.suggestions import did_you_mean
 from moed.server.api.unknown_parameters import Ignored
 from moed.server.ended_requests import Origin
 from moed.server.engine_client import ChoiceSpec, GenerationFailed
-from moed.server.messages import TokenLogprobs
+from moed.server.messages import TokenLogprobs, TokenOutput
 from moed.server.routed_experts import RoutedRecord
 from moed.server.stop_strings import StopStrings
 
 # Of one choice's routed experts.
 MAX_ROUTED_BYTES = 64 * 2**20
+# Then other requests have their turn.
+MAX_OUTPUTS_AT_ONCE = 128
 # As the W3C has them.
 TRACE_HEADERS = ("traceparent", "tracestate")
 RANK_HEADER = "x-data-parallel-rank"
@@ -87,6 +89,11 @@ class ChoiceResult:
     pieces: list[Piece] = field(default_factory=list)
     held: Piece | None = None
     """Waits for more tokens (`stream_interval`); None before the first piece was sent."""
+
+    def on_first(self, output: TokenOutput) -> None:
+        """What the first output tells of the prompt."""
+        self.prompt_logprobs = output.prompt_logprobs
+        self.num_cached_tokens = output.num_cached_tokens
 
     def gather(self, piece: Piece | None, interval: int) -> Piece | None:
         """What to send of it and of what was held: the first piece, then `interval` tokens at once,
@@ -169,6 +176,7 @@ class Generation:
         rank = wanted_rank(request, state)
         self.owner = caller_of(request.scope).name
         self.names = (self.id, request.scope[SCOPE_KEY])
+        self._num_open = len(self.choices)
         self._timer: asyncio.TimerHandle | None = None
         origin = self._origin(request)
         self._submission = state.engine.submit(
@@ -191,42 +199,49 @@ class Generation:
             },
         )
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Pieces of all choices as they come, until all have ended; aborts what has not when
-        closed. Raises `GenerationFailed`.
+    async def pieces(self) -> AsyncGenerator[Iterator[tuple[int, Piece]], None]:
+        """Pieces of all choices as they come, those that are there together at once, until all have
+        ended; aborts what has not when closed. Raises `GenerationFailed`.
+
+        Each batch must be read to its end: a choice has ended (its `finish_reason` is set) when its
+        last piece has been read, and no sooner.
         """
-        num_open, interval = len(self.choices), self.body.stream_interval or 1
         try:
-            while num_open:
-                index, output = await self._submission.next()
-                choice = self.choices[index]
-                if choice.text.finish_reason is not None:
-                    continue  # on its way when a stop string ended the choice
-                if output.prompt_logprobs is not None:
-                    choice.prompt_logprobs = output.prompt_logprobs
-                for part in output.routed_experts:
-                    choice.routed.add(part)
-                choice.num_cached_tokens = max(choice.num_cached_tokens, output.num_cached_tokens)
-                piece = choice.text.feed(output)
-                if interval > 1:
-                    piece = choice.gather(piece, interval)
-                if choice.text.finish_reason is not None:
-                    num_open -= 1
-                    self._submission.stop(index)
-                if piece is not None:
-                    yield index, piece
+            while self._num_open:
+                yield self._read(await self._submission.take(MAX_OUTPUTS_AT_ONCE))
         finally:
             self.close()
 
+    def _read(self, outputs: Sequence[tuple[int, TokenOutput]]) -> Iterator[tuple[int, Piece]]:
+        interval = self.body.stream_interval or 1
+        for index, output in outputs:
+            choice = self.choices[index]
+            text = choice.text
+            if text.finish_reason is not None:
+                continue  # on its way when a stop string ended the choice
+            if output.output_index == 0:
+                choice.on_first(output)
+            for part in output.routed_experts:
+                choice.routed.add(part)
+            piece = text.feed(output)
+            if interval > 1:
+                piece = choice.gather(piece, interval)
+            if text.finish_reason is not None:
+                self._num_open -= 1
+                self._submission.stop(index)
+            if piece is not None:
+                yield index, piece
+
     async def collect(self) -> None:
         """Wait for the end of all choices; their pieces are kept."""
-        async for index, piece in self.pieces():
-            self.choices[index].pieces.append(piece)
+        async for ready in self.pieces():
+            for index, piece in ready:
+                self.choices[index].pieces.append(piece)
 
     def fail_at(self, deadline: float, error: GenerationFailed) -> None:
         """End with `error` unless all has ended by `deadline`, a time of the event loop."""
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(deadline, self._submission.put, error)
+        self._timer = loop.call_at(deadline, self._submission.fail, error)
 
     def abort(self) -> None:
         """End all choices where they are, with the reason "abort"."""
@@ -285,10 +300,15 @@ class Generation:
         return options is not None and bool(options.include_usage)
 
     @property
+    def has_changing_usage(self) -> bool:
+        """True where every chunk tells the usage so far."""
+        options = self.body.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
+
+    @property
     def chunk_usage(self) -> Any:
         """What every chunk but the last says of usage: null where a last one will come."""
-        options = self.body.stream_options
-        if options is not None and options.continuous_usage_stats:
+        if self.has_changing_usage:
             return self.plain_usage()
         return None if self.wants_usage else UNSET
 

@@ -34,6 +34,14 @@ class HttpProtocol(HttpToolsProtocol):
     """Complete ones."""
     _num_head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    stall_timeout_s: float
+    """How long the client may read nothing of what waits for it."""
+
+    @classmethod
+    def patient_for(cls, stall_timeout_s: float) -> "type[HttpProtocol]":
+        """The class, for a server whose clients may stop reading for that long."""
+        return type(cls.__name__, (cls,), {"stall_timeout_s": stall_timeout_s})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -41,7 +49,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """More waits for the client than the transport likes: answers wait until it reads."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -116,6 +134,30 @@ class HttpProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _watch_reader(self) -> None:
+        self._stop_stall_timer()
+        num_unread = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(
+            self.stall_timeout_s, self._on_stall_timeout, num_unread
+        )
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _on_stall_timeout(self, num_unread_before: int) -> None:
+        if self.transport.get_write_buffer_size() < num_unread_before:
+            self._watch_reader()
+            return
+        self._stall_timer = None
+        logger.warning(
+            "a client was cut off: it has read nothing of its answer for %g s "
+            "(slow_reader_timeout)",
+            self.stall_timeout_s,
+        )
+        self.transport.abort()
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None

@@ -1,11 +1,10 @@
 """The command line of `moed bench`."""
 
-import argparse
 import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import httpx
 
@@ -14,6 +13,7 @@ from moed.config.errors import ConfigError, UsageError
 from moed.server.bench.client import Seen, Target, run_load
 from moed.server.bench.report import HEADER, check_plotting, figures, plot, row_text
 from moed.server.bench.workload import Lengths, Load, Workload
+from moed.server.command_words import CommandParser
 
 DESCRIPTION = """\
 Put load on an OpenAI-compatible server, and print what its clients see.
@@ -32,11 +32,6 @@ EXIT_FAILED_REQUESTS = 1
 Value = TypeVar("Value")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"moed bench: {message} (`moed bench --help` shows how)")
-
-
 def _list_of(convert: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     def parse(text: str) -> list[Value]:
         values = [convert(part) for part in text.split(",")]
@@ -48,13 +43,8 @@ def _list_of(convert: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     return parse
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="moed bench",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser("bench", DESCRIPTION)
     add = parser.add_argument
     add("url", metavar="URL")
     add("--model", help="default: the server's own")

@@ -197,16 +197,20 @@ def main() -> None:
             bare.start()
             processes.append(bare)
             time.sleep(3)
-            shares = []
+            shares: list[float] = []
+            costs: list[float] = []
             print("          events/s   us of CPU an event")
             for _ in range(args.rounds):
                 own = asyncio.run(measure(port, request, args.clients, frontend.pid or 0))
                 plain = asyncio.run(measure(bare_port, request, args.clients, bare.pid or 0))
                 shares.append(own[0] / plain[0])
+                costs.append(plain[1] / own[1])
                 print(f"moed      {own[0]:8.0f} {own[1]:10.1f}")
                 print(f"bare app  {plain[0]:8.0f} {plain[1]:10.1f}   share {shares[-1]:.2f}")
-            share, live_s = statistics.median(shares), live_while_tokenizing(port)
+            share, cost = statistics.median(shares), statistics.median(costs)
+            live_s = live_while_tokenizing(port)
             print(f"share of the bare app: {share:.2f} (goal {GOAL_SHARE})")
+            print(f"the same by CPU time, which others on the machine do not change: {cost:.2f}")
             print(
                 f"/livez while tokenizing: {1000 * live_s:.1f} ms (goal {1000 * GOAL_LIVE_S:.0f})"
             )

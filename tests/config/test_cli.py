@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moed.config.cli import parse
-from moed.config.errors import ConfigError, UsageError
+from moed.config.errors import EXIT_CODES, ConfigError, MoedError, UsageError
 from moed.config.help import help_text, num_flags
 from moed.config.names import settings
 from moed.config.settings import ServeSettings
@@ -232,3 +232,13 @@ def test_help_imports_nothing_heavy() -> None:
     )
     for heavy in ("torch", "fastapi", "huggingface_hub", "pydantic", "yaml", "numpy"):
         assert f"'{heavy}'" not in run.stdout
+
+
+def test_help_tells_every_exit_code_that_an_error_has() -> None:
+    def codes(kind: type[MoedError]) -> set[int]:
+        return {kind.exit_code}.union(*(codes(each) for each in kind.__subclasses__()))
+
+    listed = {int(code) for entry in EXIT_CODES for code in entry.split(",")}
+    assert codes(MoedError) <= listed
+    text = help_text(everything=False)
+    assert "Exit codes" in text and all(meaning in text for meaning in EXIT_CODES.values())

@@ -260,3 +260,9 @@ def test_show_calls_a_plain_default_so(
 def test_a_missing_model_is_told(make: Make) -> None:
     with pytest.raises(ModelError, match="no such directory: './nowhere'"):
         make(model="./nowhere")
+
+
+def test_a_drain_delay_leaves_time_to_finish(make: Make) -> None:
+    assert make(shutdown_timeout=5, drain_delay=4.5).server.drain_delay_s == 4.5
+    with pytest.raises(ConfigError, match="drain_delay is 5 s, of the 5 s in shutdown_timeout"):
+        make(shutdown_timeout=5, drain_delay=5)

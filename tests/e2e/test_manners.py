@@ -263,19 +263,28 @@ def test_python_dash_m_and_version() -> None:
     assert shown.returncode == 0 and shown.stdout.startswith("moed ")
 
 
-def test_closed_standard_streams() -> None:
+@pytest.mark.parametrize(
+    "streams",
+    ["0<&- 1>&- 2>&-", pytest.param(">/dev/full 2>/dev/full", marks=pytest.mark.slow)],
+)
+def test_standard_streams_that_are_closed_or_on_a_full_disk(streams: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    command = f"exec {sys.executable} -m moed.server serve --port {port} 0<&- 1>&- 2>&-"
+    command = f"exec {sys.executable} -m moed.server serve --port {port} --log-requests {streams}"
+    url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(["sh", "-c", command])
     try:
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).status_code == 200:
+                if httpx.get(f"{url}/readyz", timeout=5).status_code == 200:
                     break
             time.sleep(0.2)
         assert process.poll() is None
+        for prompt, status in (([65], 200), ([-1], 400)):
+            body = {"prompt": prompt, "max_tokens": 2}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+            assert answer.status_code == status
         process.terminate()
         assert process.wait(30) == 0
     finally:

@@ -3,9 +3,11 @@
 import signal
 import sys
 
+import httpx
 import psutil
+import pytest
 
-from tests.daemon import Daemon, wait_gone
+from tests.daemon import Daemon, events, wait_gone
 
 TORCHRUN = (
     sys.executable,
@@ -49,3 +51,22 @@ def test_a_number_of_ranks_that_differs_from_torchruns_is_refused() -> None:
     with Daemon(command=TORCHRUN, ranks=3) as daemon:
         assert daemon.wait_exit(60) != 0
         assert "2 rank(s), and --data-parallel-size 3 x" in daemon.log
+
+
+@pytest.mark.slow
+def test_a_drain_ends_before_torchrun_kills() -> None:
+    """The open request is told of the end, and every process leaves by itself."""
+    own = TORCHRUN.index("-m", 3)
+    command = (*TORCHRUN[:own], "--shutdown-timeout", "8", *TORCHRUN[own:])
+    with Daemon("--shutdown-timeout", "60", command=command) as daemon:
+        daemon.wait_ready(90)
+        assert "shutdown_timeout is 4 s and not 60 s: torchrun kills its workers 8 s" in daemon.log
+        body = {"prompt": [65], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        url = f"{daemon.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            seen = events(response)
+            next(seen)
+            daemon.signal(signal.SIGTERM)
+            assert "shutting down" in list(seen)[-1]["error"]["message"]
+        daemon.wait_exit(30)
+        assert "forcefully exiting" not in daemon.log

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from moed.server import expert_metrics
-from moed.server.expert_loads import WINDOW_S, ExpertLoads
+from moed.server.expert_loads import WINDOW_S, ExpertLoads, LayerLoad
 from moed.server.expert_metrics import expert_families
 from moed.server.expert_reports import REPORT_INTERVAL_S, ExpertReports
 from moed.server.messages import ExpertLoad, RoutedExperts
@@ -64,8 +65,19 @@ def test_a_layer_over_two_ranks() -> None:
     assert layer.layer == 2 and layer.rows == layer.window_rows == [6, 0, 0, 0, 1, 1, 0, 0]
     assert layer.window_rank_rows == [6, 2] and loads.rank_rows() == [6, 2]
     # The busiest rank has 6, the mean is 4; one expert of eight has 6 rows.
-    assert layer.imbalance == 1.5
+    assert layer.imbalance == 1.5 and layer.balancedness == pytest.approx(2 / 3)
+    # Shares 3/4, 1/8, 1/8 of eight experts: (3/4 log2(4/3) + 2 * 3/8) / 3.
+    assert layer.entropy == pytest.approx((0.75 * math.log2(4 / 3) + 0.75) / 3)
     assert (layer.hot_share(1), layer.hot_share(4), layer.num_dead) == (0.75, 1.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "entropy"),
+    [([0] * 4, 1.0), ([9, 0, 0, 0], 0.0), ([5, 5, 5, 5], 1.0), ([3, 3, 0, 0], 0.5)],
+)
+def test_entropy_of_a_layer(rows: list[int], entropy: float) -> None:
+    load = LayerLoad(0, rows, rows, [sum(rows)])
+    assert load.entropy == pytest.approx(entropy)
 
 
 def test_the_window_forgets_and_the_totals_do_not() -> None:

@@ -49,11 +49,13 @@ async def stream_message(generation: Generation) -> AsyncGenerator[bytes, None]:
         start = {**_message(generation), "usage": _usage(generation)}
         yield _event("message_start", message=start)
         yield _event("ping")
-        async for _, piece in pieces:
-            is_last = choice.text.finish_reason is not None
-            for change in blocks.changes(piece, is_last):
-                for event in _events(change):
-                    yield event
+        async for ready in pieces:
+            events: list[bytes] = []
+            for _, piece in ready:
+                is_last = choice.text.finish_reason is not None
+                for change in blocks.changes(piece, is_last):
+                    events += _events(change)
+            yield b"".join(events)
         yield _event("message_delta", delta=_ending(generation), usage=_usage(generation))
         yield _event("message_stop")
     finally:

@@ -2,7 +2,8 @@
 are counted, so that a drain knows when the last answer has left.
 """
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moed.server.api.errors import Unavailable, error_response
 from moed.server.api.probes import ALWAYS_ANSWERED
@@ -26,11 +27,11 @@ class Availability:
             await self._app(scope, receive, send)
             return
         health = self._state.health
-        if not health.is_ready:
+        if not health.takes_requests:
             await error_response(self._refusal())(scope, receive, send)
             return
         with self._state.open_requests:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send if health.is_ready else closing(send))
 
     def _refusal(self) -> Unavailable:
         health = self._state.health
@@ -43,3 +44,14 @@ class Availability:
         if not starting:
             error.headers["Connection"] = "close"
         return error
+
+
+def closing(send: Send) -> Send:
+    """Says that the connection ends with this answer: the next request is for another server."""
+
+    async def send_closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["Connection"] = "close"
+        await send(message)
+
+    return send_closing

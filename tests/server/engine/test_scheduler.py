@@ -253,6 +253,9 @@ def test_preemption_takes_the_last_in_order_and_changes_no_output() -> None:
     # b is first in the order: never it; c came last.
     assert preempted[0] == "c" and "b" not in preempted
     for name in "abc":
+        assert harness.outputs[name][-1].num_preemptions == preempted.count(name)
+        assert not any(output.num_preemptions for output in harness.outputs[name][:-1])
+    for name in "abc":
         assert harness.tokens(name) == expected_output([ord(name) % VOCAB_SIZE] * 3, 20, [])
         assert all(output.num_cached_tokens == 0 for output in harness.outputs[name])
     assert harness.blocks.num_used_blocks == 0

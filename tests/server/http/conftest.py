@@ -42,4 +42,5 @@ def served(shared: Served) -> Iterator[Served]:
     yield shared
     for engine in shared.engines:
         engine.script, engine.step_s, engine.is_paused = repeat_prompt, 0.0, False
+        engine.tokens_per_step = 1
     shared.wait(lambda: shared.num_running == 0)

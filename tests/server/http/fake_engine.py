@@ -9,9 +9,11 @@ from moed.server.messages import (
     AbortRequests,
     AddRequest,
     ExpertLoad,
+    PauseRequests,
     RankProgress,
     RankReady,
     RankStats,
+    ResumeRequests,
     Shutdown,
     StepOutputs,
     TokenLogprobs,
@@ -23,9 +25,12 @@ MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 NUM_CACHED = 3
+NUM_PREEMPTIONS = 2
 QUEUE_S = 0.001
 
 Script = Callable[[AddRequest], list[int]]
+# By request id: the request, its tokens, and how many have been sent.
+States = dict[str, tuple[AddRequest, list[int], int]]
 
 
 def logprobs_of(token: int, k: int, vocab_size: int) -> TokenLogprobs:
@@ -55,6 +60,8 @@ class FakeEngine:
         self.load_interval_s = 0.0
         self._told_load_at = 0.0
         self.is_paused = False
+        self.tokens_per_step = 1
+        """Each in an output of its own."""
         self.expert_rows = [10, 1, 0, 0]
         """By slot, of the only MoE layer."""
         self.added: list[AddRequest] = []
@@ -64,7 +71,8 @@ class FakeEngine:
         self.was_shut_down = threading.Event()
         self._vocab_size = vocab_size
         self._address = address
-        self._running: dict[str, tuple[AddRequest, list[int], int]] = {}
+        self._running: States = {}
+        self._held: States = {}
         self._stop = threading.Event()
         self._may_be_ready = threading.Event()
         self._extra: list[TokenOutput] = []
@@ -88,6 +96,10 @@ class FakeEngine:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def inject(self, output: TokenOutput) -> None:
         """Send this as part of the next step, whatever it is."""
@@ -129,16 +141,27 @@ class FakeEngine:
                     self.aborted += request_ids
                     for request_id in request_ids:
                         self._running.pop(request_id, None)
+                        self._held.pop(request_id, None)
                     channel.send(StepOutputs(self.rank, [], self._stats()))
+                case PauseRequests(request_ids):
+                    self._move(self._running, self._held, request_ids)
+                    channel.send(StepOutputs(self.rank, [], self._stats()))
+                case ResumeRequests(request_ids):
+                    self._move(self._held, self._running, request_ids)
                 case Wake(number):
                     self.wake_numbers.append(number)
                 case Shutdown():
                     self.was_shut_down.set()
 
+    @staticmethod
+    def _move(source: States, target: States, request_ids: list[str]) -> None:
+        target |= {i: source.pop(i) for i in request_ids if i in source}
+
     def _step(self, channel: EngineChannel) -> None:
         outputs, self._extra = self._extra, []
         if not self.is_paused:
-            outputs += [self._advance(request_id) for request_id in list(self._running)]
+            for _ in range(self.tokens_per_step):
+                outputs += [self._advance(request_id) for request_id in list(self._running)]
         if outputs:
             self._num_steps += 1
             if time.monotonic() - self._told_load_at >= self.load_interval_s:
@@ -180,6 +203,7 @@ class FakeEngine:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=NUM_CACHED if done == 0 else 0,
             queue_s=QUEUE_S if done == 0 else 0.0,
+            num_preemptions=NUM_PREEMPTIONS if is_last else 0,
         )
 
     def _stats(self) -> RankStats:
@@ -199,4 +223,5 @@ class FakeEngine:
             num_aborted=len(self.aborted),
             num_prefix_queries=0,
             num_prefix_hits=0,
+            num_paused=len(self._held),
         )

@@ -217,6 +217,36 @@ def test_arguments_of_tool_calls_become_objects() -> None:
         assert json.dumps(found) == json.dumps(expected)
 
 
+# As published templates look at earlier answers.
+ANSWER_LOOKS = (
+    "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}",
+    "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+    "{% else %}{{ m['content'] | trim }}{% endif %}{% endfor %}",
+    "{% for m in messages %}{% if 'tool_calls' in m and m['tool_calls'] is not none %}"
+    "{{ m['tool_calls'][0]['function']['name'] }}{% endif %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("source", ANSWER_LOOKS)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": "x", "tool_calls": []},
+        {"content": None, "tool_calls": []},
+        {"content": "x", "tool_calls": None},
+        {"content": None},
+        {},
+    ],
+)
+def test_earlier_answers_without_text_or_calls_break_no_template(
+    source: str, answer: dict[str, Any]
+) -> None:
+    message = Message.model_validate({"role": "assistant", **answer})
+    template = ChatTemplate({"default": source}, {})
+    prepared = [template_message(message, wants_text=False)]
+    assert isinstance(ours(template, prepared, None), str)
+
+
 def test_continuing_needs_a_final_message_that_is_shown() -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
     with pytest.raises(TemplateFailed, match="drops the final message"):

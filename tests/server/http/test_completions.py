@@ -32,6 +32,38 @@ def test_openai_client_whole_and_streamed(served: Served) -> None:
     assert texts == ["hello", " world", "hello", ""]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"prompt": "hello world"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello world"}]}),
+    ],
+)
+def test_tokens_that_come_together_are_chunks_of_their_own(
+    served: Served, path: str, body: Any
+) -> None:
+    def chunks() -> list[Any]:
+        asked = {**body, "max_tokens": 9, "n": 2, "stream_options": {"include_usage": True}}
+        events = served.stream(path, **asked)
+        assert events[-1] == "[DONE]"
+        return [
+            (choice["index"], choice["finish_reason"], choice.get("text"), choice.get("delta"))
+            for event in events[:-2]
+            for choice in event["choices"]
+        ]
+
+    one_by_one = chunks()
+    for engine in served.engines:
+        engine.tokens_per_step = 4
+    together = chunks()
+    for index in range(2):
+        mine = [chunk for chunk in together if chunk[0] == index]
+        assert mine == [chunk for chunk in one_by_one if chunk[0] == index]
+        # Why it ended is told last, and once.
+        assert all(chunk[1] is None for chunk in mine[:-1])
+        assert mine[-1][1] in ("length", "stop")
+
+
 async def test_openai_async_client(served: Served) -> None:
     async with served.async_client() as client:
         stream = await client.completions.create(

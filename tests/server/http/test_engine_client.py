@@ -96,12 +96,10 @@ def bench(tmp_path: Any) -> Iterator[Bench]:
 
 def received(submission: Submission) -> list[tuple[int, list[int]]]:
     """(choice, token ids) of all outputs that are there."""
-    found = []
-    while not submission._outputs.empty():
-        item = submission._outputs.get_nowait()
-        if isinstance(item, GenerationFailed):
-            raise item
-        found.append((item[0], item[1].token_ids))
+    if not submission._outputs and submission._failure is not None:
+        raise submission._failure
+    found = [(index, output.token_ids) for index, output in submission._outputs]
+    submission._outputs.clear()
     return found
 
 
@@ -246,14 +244,26 @@ def test_context_is_bounded_by_the_smallest_kv_cache(bench: Bench) -> None:
     assert bench.client.context_length == 128
 
 
-async def test_next_waits_for_an_output(bench: Bench) -> None:
+async def test_take_waits_for_an_output(bench: Bench) -> None:
     submission = bench.submit(1, rank=0)
-    waiting = asyncio.ensure_future(submission.next())
+    waiting = asyncio.ensure_future(submission.take(8))
     await asyncio.sleep(0)
     assert not waiting.done()
     bench.output(0, bench.added[0].request_id, output_index=0, token_ids=[10])
-    index, output = await waiting
+    ((index, output),) = await waiting
     assert (index, output.token_ids) == (0, [10])
+
+
+async def test_all_that_is_there_is_taken_at_once_and_an_error_after_it(bench: Bench) -> None:
+    submission = bench.submit(1, rank=0)
+    for index in range(3):
+        bench.output(0, bench.added[0].request_id, output_index=index, token_ids=[index])
+    bench.client.fail_all("the end")
+    assert [output.token_ids for _, output in await submission.take(2)] == [[0], [1]]
+    assert [output.token_ids for _, output in await submission.take(2)] == [[2]]
+    for _ in range(2):
+        with pytest.raises(GenerationFailed, match="the end"):
+            await submission.take(2)
 
 
 def test_nothing_new_is_dropped_whole() -> None:

@@ -14,12 +14,13 @@ import pytest
 
 from moed.config.engine_config import ObservabilityConfig
 from moed.server import metric_buckets
+from moed.server import status_line as status_line_module
 from moed.server.logs import REQUEST_LOGGER, JsonFormatter
 from moed.server.metric_buckets import token_counts
 from moed.server.metrics_compat import OLDER_NAMES, SHARED
 from moed.server.status_line import Totals, status_line
 from tests.server.http.configs import frontend_config
-from tests.server.http.fake_engine import NUM_CACHED, QUEUE_S
+from tests.server.http.fake_engine import NUM_CACHED, NUM_PREEMPTIONS, QUEUE_S
 from tests.server.http.served import Served
 
 RANK_1 = {"X-data-parallel-rank": "1"}
@@ -85,6 +86,8 @@ def test_each_end_of_a_request_is_counted_once(served: Served) -> None:
         "request_inference_time_seconds_count": 2,
         "request_time_per_output_token_seconds_count": 2,
         "e2e_request_latency_seconds_count": 2,
+        "request_num_preemptions_count": 2,
+        "request_num_preemptions_sum": 2 * NUM_PREEMPTIONS,
     }
     before = {name: of_rank_1(served, f"moed:{name}") for name in expected}
     body = {"prompt": [1, 2, 3, 4], "max_tokens": 3, "n": 2}
@@ -180,6 +183,20 @@ def test_status_line_only_while_there_is_something_to_tell() -> None:
     )
     stuck = dataclasses.replace(AT_REST, num_waiting=2)
     assert status_line(stuck, stuck, 10) is not None
+
+
+def test_the_status_line_is_told_while_requests_run(
+    checkpoint: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(status_line_module, "INTERVAL_S", 0.2)
+    caplog.set_level(logging.INFO)
+    with Served(frontend_config(checkpoint)) as served:
+        for engine in served.engines:
+            engine.step_s = 0.01
+        served.complete(prompt=[1], max_tokens=60)
+        served.wait(lambda: "output tokens/s" in caplog.text)
+    told = [r.getMessage() for r in caplog.records if "output tokens/s" in r.getMessage()]
+    assert any(line.startswith("1 running, 0 waiting; ") for line in told)
 
 
 def test_json_log_lines_hold_the_traceback_in_one_line() -> None:

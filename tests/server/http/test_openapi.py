@@ -18,7 +18,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from moed.server.api.aborting import ABORT_PATH
 from moed.server.api.app import create_app
+from moed.server.api.middleware.api_keys import ADMIN_PATHS
 from moed.server.api.openapi import STREAMED
 from tests.server.http.anything import same_every_time
 from tests.server.http.served import Served
@@ -80,6 +82,19 @@ def test_every_route_is_described(served: Served) -> None:
             assert {method.lower() for method in route.methods or ()} == set(described[path])
     for path in STREAMED:
         assert "text/event-stream" in described[path]["post"]["responses"]["200"]["content"]
+
+
+def test_statuses_of_some_routes_only_are_described_there(served: Served) -> None:
+    """403: not governed by everybody; 409: a drain that cannot be undone; 504: took too long."""
+    described = served.get("/openapi.json").json()["paths"]
+    statuses: dict[str, set[str]] = {
+        path: {status for operation in operations.values() for status in operation["responses"]}
+        for path, operations in described.items()
+    }
+    admin = {path for path in statuses if path.startswith("/admin/")}
+    assert admin and {p for p in statuses if "409" in statuses[p]} == admin
+    assert {p for p in statuses if "403" in statuses[p]} == {*admin, *ADMIN_PATHS, ABORT_PATH}
+    assert {path for path in statuses if "504" in statuses[path]} == STREAMED
 
 
 @pytest.mark.parametrize(

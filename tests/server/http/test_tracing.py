@@ -1,5 +1,6 @@
 """A span for each request: in the caller's trace, with what it cost, sent where it was asked."""
 
+import concurrent.futures
 import http.server
 import pathlib
 import threading
@@ -11,11 +12,15 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
 from moed.config import tracing as checks
 from moed.config.errors import ConfigError
+from moed.server import tracing
+from moed.server.ended_requests import EndedRequest
 from moed.server.tracing import Tracing
+from tests.server.http.fake_engine import NUM_CACHED
 from tests.server.http.served import Served
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -25,11 +30,10 @@ CONTEXT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 @pytest.fixture
 def spans(served: Served) -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
-    tracing = Tracing(SimpleSpanProcessor(exporter))
-    listeners = served.request_listeners
-    listeners.append(tracing.on_request_end)
+    listener = Tracing(SimpleSpanProcessor(exporter)).on_request_end
+    served.request_listeners.append(listener)
     yield exporter
-    listeners.remove(tracing.on_request_end)
+    served.request_listeners.remove(listener)
 
 
 def only_span(exporter: InMemorySpanExporter) -> ReadableSpan:
@@ -63,6 +67,59 @@ def test_span_of_a_request(served: Served, spans: InMemorySpanExporter, stream: 
     first, whole = (found[f"gen_ai.latency.{name}"] for name in ("time_to_first_token", "e2e"))
     assert isinstance(first, float) and isinstance(whole, float) and 0 < first <= whole
     assert not any("prompt" in name for name in found)
+
+
+def test_names_are_those_of_the_conventions(served: Served, spans: InMemorySpanExporter) -> None:
+    """`gen_ai.latency.*` and the request's id are vLLM's; all others are OpenTelemetry's own."""
+    known = {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
+    assert served.post("/v1/completions", {"prompt": [1, 2]}).status_code == 200
+    found = dict(only_span(spans).attributes or {})
+    others = {name for name in found if not name.startswith("gen_ai.latency.")} - known
+    assert others == {"gen_ai.request.id"}
+    assert found["gen_ai.usage.cache_read.input_tokens"] == NUM_CACHED
+    assert found["gen_ai.provider.name"] == "moed"
+
+
+def test_a_request_that_nobody_samples_costs_no_attributes(
+    served: Served, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[EndedRequest] = []
+
+    def attributes(request: EndedRequest) -> dict[str, str]:
+        made.append(request)
+        return {}
+
+    monkeypatch.setattr(tracing, "attributes", attributes)
+    unsampled = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    with served.client() as client:
+        for headers in (unsampled, CONTEXT):
+            client.completions.create(model="tiny", prompt="a", extra_headers=headers)
+    only_span(spans)
+    assert len(made) == 1
+
+
+def test_the_service_is_named_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    found = tracing.resource().attributes
+    assert found["service.name"] == "moed" and found["deployment.environment.name"] == "test"
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-eu")
+    assert tracing.resource().attributes["service.name"] == "chat-eu"
+
+
+def test_a_failed_request_says_so(served: Served, spans: InMemorySpanExporter) -> None:
+    for engine in served.engines:
+        engine.is_paused = True
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.post, "/v1/completions", {"prompt": [1]})
+        served.wait(lambda: served.num_running == 1)
+        served.fail_all()
+        assert answer.result(10).status_code == 500
+    span = only_span(spans)
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.attributes is not None and span.attributes["error.type"] == "error"
+    for engine in served.engines:
+        engine._running.clear()
 
 
 def test_without_a_context_a_trace_begins(served: Served, spans: InMemorySpanExporter) -> None:

@@ -136,6 +136,12 @@ def test_bad_value_inside_another_is_named(
     check(served.post(COMPLETIONS, {"prompt": "hi", name: value}), 400, param)
 
 
+def test_a_stop_string_of_1_mb_is_refused(checkpoint: pathlib.Path) -> None:
+    with Served(frontend_config(checkpoint, max_request_bytes=4_000_000)) as served:
+        body = {"prompt": "hi", "stop": "x" * 1_000_000}
+        check(served.post(COMPLETIONS, body), 400, "stop")
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_null_means_absent(served: Served, path: str) -> None:
     names = sorted({name for name, _ in BAD} - {"max_tokens"})
