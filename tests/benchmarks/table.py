@@ -16,8 +16,10 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -270,6 +272,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="loads whose name holds one of these words")
     parser.add_argument("--history", action="store_true")
     arguments = parser.parse_args()
+    # Stopped from outside, the servers end too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     words = [word for word in arguments.only.split(",") if word]
     scenarios = tuple(s for s in SCENARIOS if not words or any(word in s.name for word in words))
     with tempfile.TemporaryDirectory() as folder:
