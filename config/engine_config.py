@@ -259,8 +259,9 @@ class ServerConfig:
     admin_api_keys: tuple[str, ...] = field(repr=False)
     """They open everything; once there is one, nothing else opens the admin routes."""
     request_timeout_s: float | None
-    slow_reader_timeout_s: float
     """From a request's arrival to the end of its answer; None: no bound."""
+    slow_reader_timeout_s: float
+    """How long a client may read nothing of what waits for it."""
     tls: TlsConfig | None
     """None: plain http://."""
     cors: CorsConfig | None

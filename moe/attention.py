@@ -140,7 +140,7 @@ def plan_attention(
     """`window`: what a token sees; None: all before it. Blocks before the first window of a request
     are not read.
     """
-    prefills, requests, decode_rows = plan_pieces(batch, block_size, window, dtype)
+    prefills, requests, decode_rows = _plan_pieces(batch, block_size, window, dtype)
     widths = [-(-batch.context_lens[request] // block_size) for request in requests]
     groups = decode_groups(widths, max(1, MAX_GRAPH_KV_ROWS // block_size))
     if len(groups) == 1 and len(requests) == len(batch.query_lens):
@@ -158,7 +158,7 @@ def plan_attention(
     return AttentionPlan(prefills, tuple(made))
 
 
-def plan_pieces(
+def _plan_pieces(
     batch: ForwardBatch, block_size: int, window: Window | None, dtype: torch.dtype
 ) -> tuple[tuple[Prefill, ...], list[int], list[int]]:
     """The requests with several tokens; the numbers of those with one, and of their rows."""
@@ -272,24 +272,11 @@ def paged_attention(
     if plan.decodes and plan.decodes[0].rows is None:
         return _decode(query, layer, kv_cache, plan.decodes[0], scale, sinks)
     output = torch.empty_like(query)
-    attend_prefills(query, output, layer, kv_cache, plan.prefills, scale, sinks)
+    for prefill in plan.prefills:
+        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
     for decodes in plan.decodes:
         output[decodes.rows] = _decode(query[decodes.rows], layer, kv_cache, decodes, scale, sinks)
     return output
-
-
-def attend_prefills(
-    query: torch.Tensor,
-    output: torch.Tensor,
-    layer: int,
-    kv_cache: KVCache,
-    prefills: tuple[Prefill, ...],
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> None:
-    """The rows of requests with several tokens, from `query` [T, H, d] into `output` [T, H, d]."""
-    for prefill in prefills:
-        output[prefill.rows] = _prefill(query[prefill.rows], layer, kv_cache, prefill, scale, sinks)
 
 
 def _prefill(

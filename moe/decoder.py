@@ -230,19 +230,16 @@ class Decoder:
         )
 
     def _native_step(self, batch: ForwardBatch, tables: Tables, kv_cache: KVCache) -> "_NativeStep":
-        whole, window = self._windows
-        of_window = batch
+        sizes = (kv_cache.block_size, self._num_heads * self._model.head_dim)
+        whole = window = NativeStep(batch, tables, *sizes)
         if batch.window_block_tables is not None and batch.window_slot_mapping is not None:
             of_window = replace(
                 batch,
                 block_tables=batch.window_block_tables,
                 slot_mapping=batch.window_slot_mapping,
             )
-        sizes = (kv_cache.block_size, self._num_heads * self._model.head_dim)
-        step = NativeStep(of_window, tables, window, *sizes)
-        if whole == window:
-            return _NativeStep((step, step), kv_cache)
-        return _NativeStep((NativeStep(batch, tables, whole, *sizes), step), kv_cache)
+            window = NativeStep(of_window, tables, *sizes)
+        return _NativeStep((whole, window), kv_cache)
 
     def _with_attention(
         self, index: int, layer: Layer, hidden: torch.Tensor, step: "_Step | _NativeStep"

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -412,30 +412,27 @@ class EngineClient:
 
     def abort(self, choices: Sequence[OpenChoice], reason: str) -> None:
         """Free these on their ranks; nothing more of them will be routed."""
-        by_rank: dict[int, list[str]] = {}
         for choice in choices:
-            by_rank.setdefault(choice.rank, []).append(choice.request_id)
             self._end(choice, reason)
-        if self._is_stopped:
-            return
-        for rank, request_ids in by_rank.items():
-            self._send(rank, AbortRequests(request_ids))
-        self._wake()
+        self._tell_ranks(choices, AbortRequests)
 
     def pause(self, submission: Submission) -> None:
         """Compute no more of its choices: their places are for others until `resume`."""
-        self._tell_ranks(submission, PauseRequests)
+        self._tell_ranks(submission.open.values(), PauseRequests)
 
     def resume(self, submission: Submission) -> None:
-        self._tell_ranks(submission, ResumeRequests)
+        self._tell_ranks(submission.open.values(), ResumeRequests)
 
     def _tell_ranks(
-        self, submission: Submission, kind: type[PauseRequests] | type[ResumeRequests]
+        self,
+        choices: Collection[OpenChoice],
+        kind: type[AbortRequests] | type[PauseRequests] | type[ResumeRequests],
     ) -> None:
-        if self._is_stopped or not submission.open:
+        """To each rank those of `choices` that it has."""
+        if self._is_stopped or not choices:
             return
         by_rank: dict[int, list[str]] = {}
-        for choice in submission.open.values():
+        for choice in choices:
             by_rank.setdefault(choice.rank, []).append(choice.request_id)
         for rank, request_ids in by_rank.items():
             self._send(rank, kind(request_ids))

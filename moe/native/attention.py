@@ -1,6 +1,6 @@
 """The attention half of a decoder layer in one call of the native kernels.
 
-Legend: T tokens, D hidden, H query heads, G KV heads, d head dim, r decoding requests.
+Legend: T tokens, D hidden, H query heads, G KV heads, d head dim.
 """
 
 import ctypes
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from moed.config.windows import Window
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache
 from moed.moe.native.binding import DTYPES, AttentionLayer, Library, StepState, arguments
@@ -36,15 +35,14 @@ class HeadSizes:
 
 
 class NativeStep:
-    """What all layers with one `window`, None for the whole context, share in one step: made once,
-    and kept until the last of them has run.
+    """What all layers with the same blocks share in one step: made once, and kept until the last of
+    them has run.
     """
 
     def __init__(
         self,
         batch: ForwardBatch,
         tables: Tables,
-        window: Window | None,
         block_size: int,
         query_size: int,
     ) -> None:

@@ -1,13 +1,13 @@
 """A chat's answer as blocks in a row: reasoning, text, calls. What newer protocols stream."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 from msgspec import UNSET
 
 from moed.server.api.chat_output import ChatOutput
-from moed.server.api.choice_text import Piece
+from moed.server.api.choice_text import ChoiceText, Piece
 from moed.server.api.responses import Delta
 
 
@@ -67,6 +67,15 @@ class Blocks:
             yield from self._take(delta)
         if is_last and self.all:
             yield Closed(self.all[-1], is_end=True)
+
+    def all_changes(
+        self, pieces: Iterable[tuple[int, Piece]], text: ChoiceText
+    ) -> Iterator[Change]:
+        """The same for several, as `Generation.pieces` has them: `text` has ended once its last
+        piece is read.
+        """
+        for _, piece in pieces:
+            yield from self.changes(piece, is_last=text.finish_reason is not None)
 
     def _take(self, delta: Delta) -> Iterator[Change]:
         if delta.tool_calls is not UNSET:

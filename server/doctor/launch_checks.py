@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from moed.config.errors import ConfigError
+from moed.config.errors import MoedError
 from moed.config.sizes import format_bytes
 from moed.server.doctor.asked import Asked
 from moed.server.doctor.finding import Finding, ok, problem, warning
@@ -96,7 +96,7 @@ def ip_addresses(known: set[str]) -> set[str]:
     return found
 
 
-def settings(refusal: ConfigError | Exception | None) -> Iterator[Finding]:
+def settings(refusal: MoedError | None) -> Iterator[Finding]:
     if refusal is None:
         yield ok("settings", "accepted")
     else:

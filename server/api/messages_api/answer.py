@@ -50,11 +50,11 @@ async def stream_message(generation: Generation) -> AsyncGenerator[bytes, None]:
         yield _event("message_start", message=start)
         yield _event("ping")
         async for ready in pieces:
-            events: list[bytes] = []
-            for _, piece in ready:
-                is_last = choice.text.finish_reason is not None
-                for change in blocks.changes(piece, is_last):
-                    events += _events(change)
+            events = [
+                event
+                for change in blocks.all_changes(ready, choice.text)
+                for event in _events(change)
+            ]
             yield b"".join(events)
         yield _event("message_delta", delta=_ending(generation), usage=_usage(generation))
         yield _event("message_stop")

@@ -58,11 +58,11 @@ class ResponseAnswer:
             yield self._event("response.created", response=begun)
             yield self._event("response.in_progress", response=begun)
             async for ready in pieces:
-                events: list[bytes] = []
-                for _, piece in ready:
-                    is_last = choice.text.finish_reason is not None
-                    for change in blocks.changes(piece, is_last):
-                        events += self._changed(generation, change)
+                events = [
+                    event
+                    for change in blocks.all_changes(ready, choice.text)
+                    for event in self._changed(generation, change)
+                ]
                 yield b"".join(events)
             answer = self._ended(generation, blocks)
             yield self._event(f"response.{answer['status']}", response=answer)
