@@ -9,7 +9,16 @@ from moed.config.graphs import GraphShape
 from moed.config.model import bundled_checkpoint, load_model_config
 from moed.server.grammar_library import to_llguidance
 from moed.server.grammar_masks import GrammarMasks
-from moed.server.messages import AbortRequests, AddRequest, ToEngine, TokenOutput, Wake
+from moed.server.messages import (
+    AbortRequests,
+    AddRequest,
+    ForgetPrefixes,
+    PauseRequests,
+    ResumeRequests,
+    ToEngine,
+    TokenOutput,
+    Wake,
+)
 from tests.server.engine.fakes import make_request
 from tests.server.engine.test_engine_loop import FakeRunner, Rank, StepBatch, Table, stop
 
@@ -74,7 +83,9 @@ def serve(
     monkeypatch.setattr(Rank, "num_blocks", num_blocks)
     monkeypatch.setattr(Rank, "vocab_size", VOCAB_SIZE)
     script: list[tuple[int, ToEngine]] = [(1, request) for request in requests()]
-    script += [(1, Wake(1)), (12, AbortRequests(["3"])), *stop(400, 2)]
+    slow = ["0", "1", "4"]
+    script += [(1, Wake(1)), (4, PauseRequests(slow)), (9, ResumeRequests(slow))]
+    script += [(12, AbortRequests(["3"])), (14, ForgetPrefixes()), *stop(400, 2)]
     rank = Rank(script, Table(1), 0, None)
     rank.loop._grammars = masks
     rank.loop._runner = NoisyRunner()  # type: ignore[assignment]
