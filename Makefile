@@ -51,8 +51,8 @@ typecheck: $(VENV)/.installed links  ## mypy, strict
 build: $(VENV)/.installed  ## wheel and sdist, into build/wheels (dist/ holds source code here)
 	@$(BIN)/python -m build -o build/wheels .
 
-bench: $(VENV)/.installed  ## load on the daemon: tokens/s, TTFT, inter-token latency (ARGS="--model DIR")
-	@$(BIN)/python -m tests.benchmarks.serving $(ARGS)
+bench: $(VENV)/.installed  ## table of speeds, in turns with PEER=/path/to/vllm if given (ARGS="--only 'DP 2' --history")
+	@$(BIN)/python -m tests.benchmarks.table $(if $(PEER),--peer '$(PEER)') $(ARGS)
 
 bench-recovery: $(VENV)/.installed  ## faults under load: what they cost open requests, seconds until all go on (ARGS="--repeats 5")
 	@$(BIN)/python -m tests.benchmarks.recovery $(ARGS)

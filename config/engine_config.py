@@ -218,6 +218,8 @@ class RunnerConfig:
     """"native", "torch" or "auto": what computes on a CPU. Ranks may differ."""
     graph_buckets: tuple[int, ...]
     """Rows of the graphs that decode steps replay, none above B; empty: all steps are eager."""
+    step_ahead: bool
+    """The next step is scheduled before the tokens of the last one are known. Ranks may differ."""
 
 
 @dataclass(frozen=True)

@@ -248,12 +248,19 @@ def _runner(
     attention, why = choose_attention(asked, parallel.device, model, here)
     if asked == AUTO:
         decided["attention_backend"] = (attention, why)
+    if settings.step_ahead and parallel.tensor_parallel_size > 1:
+        # The members learn a step's tokens from the first one's host.
+        raise ConfigError(
+            f"step_ahead is on and tensor_parallel_size is {parallel.tensor_parallel_size}: steps "
+            "ahead need a rank of one process; leave out one of the two"
+        )
     on_gpu = parallel.device == "cuda"
     replays = on_gpu and parallel.backend.graph_safe and not settings.enforce_eager
     return RunnerConfig(
         attention_backend=attention,
         cpu_kernels=settings.cpu_kernels,
         graph_buckets=graph_buckets(max_num_rows) if replays else (),
+        step_ahead=settings.step_ahead,
     )
 
 

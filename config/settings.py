@@ -233,6 +233,11 @@ class ServeSettings:
     enforce_eager: bool = option(
         False, "on GPUs, launch decode steps anew instead of replaying graphs", group=SCHEDULING
     )
+    step_ahead: bool = option(
+        False,
+        "prepare the next step while the GPU computes (nothing is won on CPUs)",
+        group=SCHEDULING,
+    )
     enable_chunked_prefill: bool = option(True, "split long prompts over steps", group=SCHEDULING)
     max_num_queued_requests: int = option(
         1024,

@@ -110,7 +110,13 @@ class BlockManager:
         """
         if self.window_blocks is not None:
             self.window_blocks.extend(request, num_tokens)
-        num_full = num_tokens // self.block_size
+        self.name_full(request, num_tokens)
+
+    def name_full(self, request: Request, num_tokens: int) -> None:
+        """Let others find the full blocks of its first `num_tokens` tokens, as far as these are
+        known here.
+        """
+        num_full = min(num_tokens, len(request.token_ids)) // self.block_size
         if num_full <= request.num_named_blocks or not self._shares_prefixes:
             return
         self._extend_keys(request)
@@ -137,11 +143,13 @@ class BlockManager:
         request.num_named_blocks = 0
 
     def forget(self, request: Request) -> None:
-        """Nobody shall share what this request holds: it came out wrong."""
-        for block in request.block_ids:
-            self._pool.forget(block)
-        if self.window_blocks is not None:
-            self.window_blocks.forget(request)
+        """Nobody shall share what this request holds, or has held before a preemption: it came out
+        wrong.
+        """
+        for key in request.block_keys:
+            self._pool.forget(key)
+            if self.window_blocks is not None:
+                self.window_blocks.forget(key)
 
     def forget_prefixes(self) -> None:
         """What is in the cache now is found by nobody any more; running requests keep theirs."""

@@ -62,9 +62,12 @@ class BlockPool:
             self._named[name] = block
             self._names[block] = name
 
-    def forget(self, block: int) -> None:
-        """Nobody shall find what `block`, which is held, contains."""
-        self._unname(block)
+    def forget(self, name: bytes) -> None:
+        """Nobody shall find the block of this name, if there is one."""
+        if (block := self._named.pop(name, None)) is not None:
+            self._names[block] = None
+            if self._kept.pop(block, 0) is None:
+                self._empty.append(block)
 
     def forget_all(self) -> None:
         """Nothing that any block contains now is found again."""

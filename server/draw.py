@@ -12,37 +12,39 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from moed.server.host_copy import on_device
 from moed.server.messages import SamplingParams
 
-# `top_p` looks at the tokens of at least this weight first (the likeliest has 1): nearly always
-# enough, and far cheaper than sorting a vocabulary.
-TOP_P_WEIGHT = 1e-3
+# `top_p` looks first at the tokens of at least this share of the likeliest one's probability:
+# nearly always enough, and far cheaper than sorting a vocabulary.
+TOP_P_SHARE = 1e-3
 MIN_TOP_P_CANDIDATES = 16
 # Draws look for a block first, and then into it.
 DRAW_BLOCK = 256
 
 
-def filtered_weights(
-    logits: torch.Tensor, maxima: torch.Tensor, params: Sequence[SamplingParams]
-) -> torch.Tensor:
-    """Probabilities times a factor, [R, V] float32, 0 for tokens that temperature, `min_p`, `top_k`
-    and `top_p`, in this order, leave out. `logits` [R, V] float32 with finite `maxima` [R]; they
-    are overwritten and returned.
-
-    The largest of each row is 1: nothing overflows, however small the temperature.
+def filtered_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Probabilities, [R, V] float32, 0 for tokens that temperature, `min_p`, `top_k` and `top_p`,
+    in this order, leave out; what is left is not made to add up to 1 again. `logits` [R, V] float32
+    with finite maxima; they are overwritten.
     """
-    temperatures = _column([p.temperature for p in params], logits)
-    weights = logits.sub_(maxima[:, None]).div_(temperatures).exp_()
+    if any(p.temperature != 1.0 for p in params):
+        # From the maximum on, which no temperature, however small, lifts beyond all numbers.
+        logits -= logits.amax(dim=1, keepdim=True)
+        logits /= _column([p.temperature for p in params], logits)
+    weights = logits.softmax(dim=1)
     if any(p.min_p > 0 for p in params):
-        weights *= weights >= _column([p.min_p for p in params], logits)
+        shares = _column([p.min_p for p in params], logits)
+        weights *= weights >= shares * weights.amax(dim=1, keepdim=True)
     limits = [p.top_k if 0 < p.top_k < logits.shape[1] else logits.shape[1] for p in params]
     _keep_top_k(weights, limits)
     narrowed = [i for i, p in enumerate(params) if p.top_p < 1]
     if narrowed:
-        rows = torch.tensor(narrowed, device=logits.device)
+        rows = on_device(narrowed, logits)
         shares = _column([params[i].top_p for i in narrowed], logits, torch.float64)
         own = weights[rows]
-        num_likely = int((own >= TOP_P_WEIGHT).sum(dim=1).max())
+        is_likely = own >= TOP_P_SHARE * own.amax(dim=1, keepdim=True)
+        num_likely = int(is_likely.sum(dim=1).max())
         weights[rows] = keep_top_p(own, shares, max(MIN_TOP_P_CANDIDATES, num_likely + 1))
     return weights
 
@@ -51,7 +53,7 @@ def _column(
     values: list[float], like: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """[R, 1]"""
-    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
+    return on_device(values, like, dtype)[:, None]
 
 
 def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
@@ -117,7 +119,8 @@ def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     num_blocks = num_tokens // size
     # The last block takes what is left over.
     whole = weights[:, : num_blocks * size].view(num_rows, num_blocks, size)
-    block_sums = whole.sum(dim=2, dtype=torch.float64)
+    # So few in single precision; a sum in double of single values is many times slower on a CPU.
+    block_sums = whole.sum(dim=2).double()
     block_sums[:, -1] += weights[:, num_blocks * size :].sum(dim=1, dtype=torch.float64)
     ends = block_sums.cumsum(dim=1)
     total = ends[:, -1:]

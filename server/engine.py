@@ -114,6 +114,7 @@ class Engine:
                 grammars=self._grammar_masks(),
                 expert_reports=reports,
                 first_step_id=WARM_UP_STEP_ID + 1,
+                step_ahead=self._config.runner.step_ahead,
             )
         # What the warm-up computed is nobody's load.
         model.forget_moe_rows()
@@ -264,7 +265,9 @@ class Engine:
         self._plans.send(StepPlan(WARM_UP_STEP_ID, RankState.WORKING, batch))
         agreed = agreement.agree(WARM_UP_STEP_ID, schedule.num_tokens, RankState.WORKING, 0)
         logits = runner.run(batch, agreed.dp_metadata, agreed.decision.graph)
-        (output,) = scheduler.update(schedule, sample(schedule, logits, NO_MASKS))
+        results = sample(schedule, logits, NO_MASKS)
+        scheduler.advance(schedule)
+        (output,) = scheduler.update(schedule, results)
         if output.error is not None:
             raise ModelError(f"the warm-up step failed: {output.error}")
 

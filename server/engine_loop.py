@@ -1,14 +1,25 @@
-"""The loop of one rank: the same steps and collectives on every rank, whatever its load."""
+"""The loop of one rank: the same steps and collectives on every rank, whatever its load.
+
+A step is made in one of two orders, which give the same tokens. Plain: run, choose, take in what
+was chosen. One ahead: run, take in what the step *before* has chosen while the device computes this
+one, choose. Then the next step is scheduled as if no request ended with a token that only the
+device knows; what one computes beyond its end is dropped. Either way each step agrees and runs
+once, in this order, so ranks may even differ.
+"""
 
 import logging
 import time
+from concurrent.futures import Future
 from typing import Protocol
 
-from moed.dist.agreement import Agreement, DecisionKind, RankState
+import torch
+
+from moed.dist.agreement import Agreed, Agreement, DecisionKind, RankState
+from moed.moe.batch import ForwardBatch
 from moed.server.block_manager import BlockManager
 from moed.server.expert_reports import ExpertReports
 from moed.server.faults import Faults
-from moed.server.grammar_masks import NO_MASKS, GrammarMasks
+from moed.server.grammar_masks import NO_MASKS, GrammarMasks, TokenMasks
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
@@ -26,8 +37,8 @@ from moed.server.messages import (
 )
 from moed.server.model_runner import Runner
 from moed.server.routed_experts import keep_routed_experts
-from moed.server.sampler import sample
-from moed.server.scheduler import Scheduler, refuse
+from moed.server.sampler import Sampling
+from moed.server.scheduler import Schedule, Scheduler, refuse
 from moed.server.step_plan import StepPlan, StepPlans
 from moed.server.step_times import StepTimes
 
@@ -64,6 +75,7 @@ class EngineLoop:
         grammars: GrammarMasks,
         expert_reports: ExpertReports,
         first_step_id: int,
+        step_ahead: bool,
     ) -> None:
         self._rank = rank
         self._scheduler = scheduler
@@ -77,6 +89,9 @@ class EngineLoop:
         self._expert_reports = expert_reports
         self._step_times = StepTimes(rank, channel.send)
         self._step_id = first_step_id
+        self._step_ahead = step_ahead
+        # What the last step has chosen, until it is taken in.
+        self._last: Sampling | None = None
         self._num_steps = 0
         self._wake_number = 0
         self._is_stopping = False
@@ -93,8 +108,9 @@ class EngineLoop:
         """One step; False once all ranks have agreed to stop."""
         self._receive()
         self._faults.on_step(self._step_id)
-        schedule, state = self._scheduler.schedule(), self._state
-        batch = self._runner.batch(schedule)
+        schedule = self._schedule()
+        state, last = self._state, self._last
+        batch = self._runner.batch(schedule, None if last is None else last.token_ids)
         self._plans.send(StepPlan(self._step_id, state, batch))
         graph = self._runner.graph_for(batch)
         waiting_since = time.monotonic()
@@ -110,17 +126,54 @@ class EngineLoop:
             case DecisionKind.SLEEP:
                 self._sleep()
                 return True
-        pending = self._grammars.start(schedule)
-        logits = self._runner.run(batch, agreed.dp_metadata, agreed.decision.graph)
-        if batch.routed_experts is not None:
-            keep_routed_experts(schedule, batch.routed_experts)
-        masks = NO_MASKS if pending is None else pending.result()
-        outputs = self._scheduler.update(schedule, sample(schedule, logits, masks))
         self._num_steps += 1
-        self._report(outputs)
+        if self._step_ahead:
+            self._run_ahead(schedule, batch, agreed)
+        else:
+            self._run_plainly(schedule, batch, agreed)
         self._expert_reports.after_step()
         self._step_times.on_step(schedule, agreed_at - waiting_since, time.monotonic() - agreed_at)
         return True
+
+    def _run_plainly(self, schedule: Schedule, batch: ForwardBatch, agreed: Agreed) -> None:
+        masks = self._grammars.start(schedule)
+        logits = self._runner.run(batch, agreed.dp_metadata, agreed.decision.graph)
+        self._choose(schedule, batch, logits, masks)
+        self._take_in_last()
+
+    def _run_ahead(self, schedule: Schedule, batch: ForwardBatch, agreed: Agreed) -> None:
+        logits = self._runner.run(batch, agreed.dp_metadata, agreed.decision.graph)
+        # All that follows happens while the device computes. Choosing needs what came before.
+        self._take_in_last()
+        masks = self._grammars.start(schedule)
+        self._choose(schedule, batch, logits, masks)
+
+    def _schedule(self) -> Schedule:
+        schedule = self._scheduler.schedule()
+        if not schedule.requests and self._last is not None:
+            # Nothing is left to be done meanwhile.
+            self._take_in_last()
+            schedule = self._scheduler.schedule()
+        return schedule
+
+    def _choose(
+        self,
+        schedule: Schedule,
+        batch: ForwardBatch,
+        logits: torch.Tensor,
+        pending: "Future[TokenMasks] | None",
+    ) -> None:
+        if batch.routed_experts is not None:
+            keep_routed_experts(schedule, batch.routed_experts)
+        masks = NO_MASKS if pending is None else pending.result()
+        self._last = Sampling(schedule, logits, masks)
+        self._scheduler.advance(schedule)
+
+    def _take_in_last(self) -> None:
+        """Append what was chosen, end what has ended, and tell the front end."""
+        last, self._last = self._last, None
+        outputs = [] if last is None else self._scheduler.update(last.schedule, last.results())
+        self._report(outputs)
 
     @property
     def _state(self) -> RankState:

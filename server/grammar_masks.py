@@ -106,9 +106,7 @@ class GrammarMasks:
         requests = [
             scheduled.request
             for scheduled in schedule.requests
-            if scheduled.request.params.grammar is not None
-            and scheduled.samples
-            and scheduled.request.wants_token
+            if scheduled.request.params.grammar is not None and scheduled.chooses
         ]
         return self._thread.submit(self._compute, requests) if requests else None
 

@@ -70,9 +70,9 @@ class GraphRunner:
         """See `Runner`."""
         return self._eager.model
 
-    def batch(self, schedule: Schedule) -> ForwardBatch:
+    def batch(self, schedule: Schedule, chosen: torch.Tensor | None = None) -> ForwardBatch:
         """See `Runner`."""
-        return self._eager.batch(schedule)
+        return self._eager.batch(schedule, chosen)
 
     def graph_for(self, batch: ForwardBatch) -> GraphShape:
         """See `Runner`: the smallest graph that holds a step of single tokens."""

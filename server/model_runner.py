@@ -17,6 +17,8 @@ from moed.dist.dp_metadata import DPMetadata
 from moed.moe.attention import GraphAttention
 from moed.moe.batch import ForwardBatch
 from moed.moe.kv_cache import KVCache, LatentCache
+from moed.server.host_copy import on_device
+from moed.server.request import Request
 from moed.server.scheduler import Schedule
 
 
@@ -60,8 +62,10 @@ class Runner(Protocol):
     @property
     def model(self) -> Model: ...
 
-    def batch(self, schedule: Schedule) -> ForwardBatch:
-        """The tensors of a step."""
+    def batch(self, schedule: Schedule, chosen: torch.Tensor | None = None) -> ForwardBatch:
+        """The tensors of a step. `chosen` [R] int64, on the device: what the step before has
+        chosen, where some of its requests await it.
+        """
         ...
 
     def graph_for(self, batch: ForwardBatch) -> GraphShape:
@@ -91,7 +95,7 @@ def make_batch(
     block_tables = _tables([request.block_ids for request in requests], width)
     token_ids = np.fromiter(
         chain.from_iterable(
-            request.token_ids[start : start + count]
+            _known_tokens(request, start, count)
             for request, start, count in zip(requests, starts, query_lens, strict=True)
         ),
         dtype=np.int64,
@@ -133,6 +137,25 @@ def make_batch(
     )
 
 
+def _known_tokens(request: Request, start: int, count: int) -> list[int]:
+    """The one that is awaited is 0."""
+    known = request.token_ids[start : start + count]
+    return known if len(known) == count else [*known, 0]
+
+
+def fill_awaited(batch: ForwardBatch, schedule: Schedule, chosen: torch.Tensor) -> None:
+    """Put the tokens that only the device knows in their rows; see `Runner.batch`."""
+    rows, places, end = [], [], 0
+    for scheduled in schedule.requests:
+        request, end = scheduled.request, end + scheduled.num_tokens
+        if request.awaited_place is not None and scheduled.samples:
+            rows.append(end - 1)
+            places.append(request.awaited_place)
+    if rows:
+        found = chosen[on_device(places, chosen)]
+        batch.token_ids.index_copy_(0, on_device(rows, chosen), found)
+
+
 def _tables(block_ids: "Sequence[array[int]]", width: int) -> Integers:
     """[R, width], rows padded with 0."""
     tables = np.zeros((len(block_ids), width), dtype=np.int64)
@@ -170,9 +193,11 @@ class ModelRunner:
         """Tokens in one KV block."""
         return self._block_size
 
-    def batch(self, schedule: Schedule) -> ForwardBatch:
+    def batch(self, schedule: Schedule, chosen: torch.Tensor | None = None) -> ForwardBatch:
         """See `Runner`."""
         batch = make_batch(schedule, self._block_size, self._has_window_blocks, self._device)
+        if chosen is not None:
+            fill_awaited(batch, schedule, chosen)
         if any(s.request.params.return_routed_experts for s in schedule.requests):
             return replace(batch, routed_experts=self._model.routing_record(schedule.num_tokens))
         return batch

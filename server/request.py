@@ -1,5 +1,8 @@
 """What the engine knows of one request. All of it can be rebuilt from prompt, parameters and output
 tokens: `num_computed_tokens` and `block_ids` only say how far the KV cache holds them on this rank.
+
+A token that has been chosen, but that only the device knows so far, counts among the request's
+tokens as its last one, and is not in `token_ids` yet.
 """
 
 import time
@@ -29,7 +32,7 @@ class Request:
     """Place in the order of arrival; kept through preemption."""
     num_prompt_tokens: int
     token_ids: list[int]
-    """Prompt, then output."""
+    """Prompt, then output, as far as this process knows it."""
     max_num_tokens: int
     """Prompt plus output tokens at which it ends: by `max_tokens`, or by L."""
     num_sent_tokens: int
@@ -40,7 +43,11 @@ class Request:
     """
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
-    """Tokens whose K and V are in the cache."""
+    """Tokens whose K and V are in the cache, or will be before the next step reads them."""
+    awaited_place: int | None = None
+    """Of its last token among those that the step before has chosen, while only the device knows
+    it; None: `token_ids` has all.
+    """
     num_counted_prompt_tokens: int = 0
     """Prompt tokens that the rank's counter has seen."""
     routed_experts: list[RoutedExperts] = field(default_factory=list)
@@ -96,20 +103,27 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + (self.awaited_place is not None)
 
     @property
     def num_output_tokens(self) -> int:
+        """Those that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """1 for a decode; more while the prompt, or what preemption dropped, is computed."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def is_decoding(self) -> bool:
         return self.num_computed_tokens > 0 and self.num_uncomputed_tokens == 1
+
+    @property
+    def is_ending(self) -> bool:
+        """True when the step under way is its last one, whatever that gives."""
+        is_done = self.awaited_place is not None or self.num_uncomputed_tokens == 0
+        return is_done and not self.wants_token
 
     @property
     def may_use_prefixes(self) -> bool:

@@ -9,14 +9,15 @@ maximum; the others go on with temperature, `min_p`, `top_k`, `top_p`, and one d
 depends on another row.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from moed.server.draw import draw, filtered_weights, uniform
 from moed.server.grammar_masks import TokenMasks
+from moed.server.host_copy import HostCopy, on_device
 from moed.server.logits_rules import apply_rules, is_ruled
 from moed.server.logprobs import Wanted, token_logprobs
 from moed.server.messages import TokenLogprobs
@@ -39,68 +40,85 @@ class _Rows:
     scheduled: ScheduledRequest
     start: int
     end: int
-
-    @property
-    def chooses(self) -> bool:
-        return self.scheduled.samples and self.scheduled.request.wants_token
+    chooses: bool
 
 
-@dataclass(frozen=True)
-class _Choice:
-    token_id: int
-    is_possible: bool
-
-
-@torch.inference_mode()
 def sample(schedule: Schedule, logits: torch.Tensor, masks: TokenMasks) -> list[Sampled]:
-    """One result per scheduled request. `logits` [J, V] float32, unchanged, J rows in the order of
-    the requests' `logits_positions`. `masks` holds those of all requests with a grammar.
+    """`Sampling`, and its results at once."""
+    return Sampling(schedule, logits, masks).results()
 
-    Logits that are not numbers give their request an error and leave the others alone.
+
+class Sampling:
+    """The tokens that a step chooses, begun when it is made. On a GPU they are known to the device
+    alone until `results` has waited for it.
     """
-    if logits.shape[0] == 0:
-        return [Sampled(None, None, (), None) for _ in schedule.requests]
-    ends: list[int] = np.cumsum([len(s.logits_positions) for s in schedule.requests]).tolist()
-    parts = [
-        _Rows(scheduled, end - len(scheduled.logits_positions), end)
-        for scheduled, end in zip(schedule.requests, ends, strict=True)
-    ]
-    maxima, most_likely = first_maxima(logits)
-    is_finite: list[bool] = maxima.isfinite().tolist()
-    choices = _choose(parts, logits, most_likely.tolist(), masks)
-    wanted = [_wanted(rows, choice) for rows, choice in zip(parts, choices, strict=True)]
-    scores = iter(token_logprobs(logits, [entry for entries in wanted for entry in entries]))
-    results = []
-    for rows, choice, entries in zip(parts, choices, wanted, strict=True):
-        scored = [next(scores) for _ in entries]
-        result = _result(rows, choice, scored, all(is_finite[rows.start : rows.end]))
-        error = masks.error(rows.scheduled.request)
-        results.append(result if error is None else replace(result, error=error))
-    return results
 
+    @torch.inference_mode()
+    def __init__(self, schedule: Schedule, logits: torch.Tensor, masks: TokenMasks) -> None:
+        """`logits` [J, V] float32, unchanged, J rows in the order of the requests'
+        `logits_positions`. `masks` holds those of all requests with a grammar.
+        """
+        self.schedule = schedule
+        self._logits, self._masks = logits, masks
+        ends: list[int] = np.cumsum([len(s.logits_positions) for s in schedule.requests]).tolist()
+        self._parts = [
+            _Rows(scheduled, end - len(scheduled.logits_positions), end, scheduled.chooses)
+            for scheduled, end in zip(schedule.requests, ends, strict=True)
+        ]
+        maxima, most_likely = first_maxima(logits)
+        self._is_finite = HostCopy(maxima.isfinite())
+        self.token_ids = most_likely
+        """[R] int64 on the device of the logits; any where a request chooses none."""
+        if ends != list(range(1, len(logits) + 1)):
+            # A piece of a prompt may have no row at all; of what there is any will do.
+            last = [max(0, min(end, len(logits)) - 1) for end in ends]
+            self.token_ids = most_likely[on_device(last, logits)] if len(logits) else most_likely
+        self._is_possible: HostCopy | None = None
+        self._choose_special()
+        self._chosen = HostCopy(self.token_ids)
 
-def _choose(
-    parts: list[_Rows], logits: torch.Tensor, most_likely: list[int], masks: TokenMasks
-) -> list[_Choice | None]:
-    """For each request that chooses a token in this step, its choice. Plain greedy ones, the usual
-    load, cost nothing more than the maximum that is known already.
-    """
-    special = [r for r in parts if r.chooses and not _is_plain(r.scheduled.request)]
-    found: Iterator[_Choice] = iter(())
-    if special:
-        last = torch.tensor([rows.end - 1 for rows in special], device=logits.device)
-        requests = [rows.scheduled.request for rows in special]
-        tokens, is_possible = choose_tokens(logits[last], requests, masks)
-        found = map(_Choice, tokens.tolist(), is_possible.tolist())
-    choices: list[_Choice | None] = []
-    for rows in parts:
-        if not rows.chooses:
-            choices.append(None)
-        elif _is_plain(rows.scheduled.request):
-            choices.append(_Choice(most_likely[rows.end - 1], True))
-        else:
-            choices.append(next(found))
-    return choices
+    def _choose_special(self) -> None:
+        """For the requests that do not just take their maximum, which costs nothing more."""
+        special = [
+            place
+            for place, rows in enumerate(self._parts)
+            if rows.chooses and not _is_plain(rows.scheduled.request)
+        ]
+        if not special:
+            return
+        rows = on_device([self._parts[place].end - 1 for place in special], self._logits)
+        requests = [self._parts[place].scheduled.request for place in special]
+        tokens, is_possible = choose_tokens(self._logits[rows], requests, self._masks)
+        places = on_device(special, self._logits)
+        everyone = torch.ones(self.token_ids.shape, dtype=torch.bool, device=tokens.device)
+        self._is_possible = HostCopy(everyone.index_copy_(0, places, is_possible))
+        self.token_ids = self.token_ids.index_copy(0, places, tokens)
+
+    @torch.inference_mode()
+    def results(self) -> list[Sampled]:
+        """One per scheduled request. Waits for the device.
+
+        Logits that are not numbers give their request an error and leave the others alone.
+        """
+        if not len(self._logits):
+            return [Sampled(None, None, (), None) for _ in self._parts]
+        chosen: list[int] = self._chosen.wait().tolist()
+        is_finite: list[bool] = self._is_finite.wait().tolist()
+        is_possible = [True] * len(chosen)
+        if self._is_possible is not None:
+            is_possible = self._is_possible.wait().tolist()
+        wanted = [_wanted(*entry) for entry in zip(self._parts, chosen, strict=True)]
+        scores = iter(token_logprobs(self._logits, [w for entries in wanted for w in entries]))
+        results = []
+        for place, (rows, entries) in enumerate(zip(self._parts, wanted, strict=True)):
+            scored = [next(scores) for _ in entries]
+            error = self._masks.error(rows.scheduled.request)
+            if error is None and not all(is_finite[rows.start : rows.end]):
+                error = NOT_FINITE
+            if error is None and not is_possible[place]:
+                error = NOTHING_LEFT
+            results.append(_result(rows, chosen[place], scored, error))
+        return results
 
 
 def _is_plain(request: Request) -> bool:
@@ -109,29 +127,22 @@ def _is_plain(request: Request) -> bool:
     return params.temperature < GREEDY_TEMPERATURE and is_free
 
 
-def _wanted(rows: _Rows, choice: _Choice | None) -> list[Wanted]:
+def _wanted(rows: _Rows, token_id: int) -> list[Wanted]:
     """The log-probabilities that one request wants: of its prompt, then of the chosen token."""
     request, params = rows.scheduled.request, rows.scheduled.request.params
     wanted = [
         Wanted(row, request.token_ids[position + 1], params.prompt_logprobs or 0)
         for row, position in enumerate(rows.scheduled.prompt_logprob_positions, rows.start)
     ]
-    if choice is not None and params.logprobs is not None:
-        wanted.append(Wanted(rows.end - 1, choice.token_id, params.logprobs))
+    if rows.chooses and params.logprobs is not None:
+        wanted.append(Wanted(rows.end - 1, token_id, params.logprobs))
     return wanted
 
 
-def _result(
-    rows: _Rows, choice: _Choice | None, scores: list[TokenLogprobs], is_finite: bool
-) -> Sampled:
+def _result(rows: _Rows, token_id: int, scores: list[TokenLogprobs], error: str | None) -> Sampled:
     num_prompt = len(rows.scheduled.prompt_logprob_positions)
-    error = None
-    if not is_finite:
-        error = NOT_FINITE
-    elif choice is not None and not choice.is_possible:
-        error = NOTHING_LEFT
     return Sampled(
-        token_id=None if choice is None else choice.token_id,
+        token_id=token_id if rows.chooses else None,
         logprobs=scores[num_prompt] if len(scores) > num_prompt else None,
         prompt_logprobs=scores[:num_prompt],
         error=error,
@@ -149,16 +160,15 @@ def choose_tokens(
     masks.apply(logits, requests)
     maxima, token_ids = first_maxima(logits)
     is_possible = maxima.isfinite()
-    if not is_possible.all():
+    # Asking whether any is costs less on a CPU, and on a GPU a wait for it.
+    if logits.device.type != "cpu" or not is_possible.all():
         # Such rows are lost anyhow; zeros keep their arithmetic harmless.
-        logits[~is_possible], maxima[~is_possible] = 0.0, 0.0
+        logits.masked_fill_(~is_possible[:, None], 0.0)
     drawing = [i for i, r in enumerate(requests) if r.params.temperature >= GREEDY_TEMPERATURE]
     if drawing:
-        rows = torch.tensor(drawing, device=logits.device)
-        own, highest = logits, maxima
-        if len(drawing) < len(requests):
-            own, highest = logits[rows], maxima[rows]
-        weights = filtered_weights(own, highest, [requests[i].params for i in drawing])
+        rows = on_device(drawing, logits)
+        own = logits[rows] if len(drawing) < len(requests) else logits
+        weights = filtered_weights(own, [requests[i].params for i in drawing])
         numbers = [uniform(requests[i].params.seed, requests[i].num_output_tokens) for i in drawing]
         token_ids[rows] = draw(weights, numbers)
     return token_ids, is_possible

@@ -44,6 +44,12 @@ class ScheduledRequest:
     """True when its last token is reached, so that the next one is chosen."""
 
     @property
+    def chooses(self) -> bool:
+        """False also when its request has ended since: what it was scheduled for is dropped."""
+        request = self.request
+        return self.samples and request.wants_token and request.status is not Status.FINISHED
+
+    @property
     def logits_positions(self) -> list[int]:
         """Positions in the request whose logits are wanted: those of the prompt, then its last."""
         last = self.request.num_computed_tokens + self.num_tokens - 1
@@ -183,12 +189,13 @@ class Scheduler:
     # One step ----------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
-        """Choose this step's tokens. Every call must be followed by `update`, or by nothing when
-        no tokens were chosen.
+        """Choose this step's tokens. Every call must be followed by `advance` and later `update`,
+        or by nothing when no tokens were chosen. One other step's `update` may come between: what
+        it ends is then dropped from this one.
         """
         budget = self._config.max_num_batched_tokens
         chosen: list[ScheduledRequest] = []
-        for request in [r for r in self._running if r.is_decoding]:
+        for request in [r for r in self._running if r.is_decoding and not r.is_ending]:
             if budget == 0:
                 break
             if request.status is Status.RUNNING and self._make_room(request):
@@ -197,7 +204,7 @@ class Scheduler:
         for request in self._running:
             if budget == 0:
                 break
-            if not request.is_decoding:
+            if not request.is_decoding and not request.is_ending:
                 count = min(request.num_uncomputed_tokens, budget)
                 chosen.append(self._piece(request, count))
                 budget -= count
@@ -207,10 +214,27 @@ class Scheduler:
         self.counters.max_step_tokens = max(self.counters.max_step_tokens, num_tokens)
         return Schedule(tuple(chosen), num_tokens)
 
+    def advance(self, schedule: Schedule) -> None:
+        """The step is under way and its tokens are being chosen: what follows from it for the next
+        schedule, whatever they are.
+        """
+        for place, scheduled in enumerate(schedule.requests):
+            request = scheduled.request
+            if request.status is Status.FINISHED:
+                continue
+            chooses = scheduled.chooses
+            request.num_computed_tokens += scheduled.num_tokens
+            self._blocks.end_step(request)
+            self._count_prompt_tokens(request)
+            if chooses:
+                request.awaited_place = place
+
     def update(self, schedule: Schedule, results: Sequence[Sampled]) -> list[TokenOutput]:
         """Append what was sampled, end what has ended, and say what the front end must know."""
         outputs: list[TokenOutput] = []
         for scheduled, sampled in zip(schedule.requests, results, strict=True):
+            if scheduled.request.status is Status.FINISHED:
+                continue
             output = self._update_one(scheduled, sampled)
             if output is not None:
                 outputs.append(output)
@@ -218,25 +242,28 @@ class Scheduler:
 
     def _update_one(self, scheduled: ScheduledRequest, sampled: Sampled) -> TokenOutput | None:
         request = scheduled.request
-        request.num_computed_tokens += scheduled.num_tokens
-        self._blocks.end_step(request)
-        self._count_prompt_tokens(request)
         if sampled.error is not None:
             # Whatever went wrong may be in its blocks.
             self._blocks.forget(request)
             self._remove(request)
             return _output(request, [], "error", None, sampled.error)
         if request.prompt_logprobs is not None:
-            request.prompt_logprobs.extend(sampled.prompt_logprobs)
+            # In their places: after a preemption meanwhile, some were made twice.
+            place = scheduled.prompt_logprob_positions.start + 1
+            request.prompt_logprobs[place : place + len(sampled.prompt_logprobs)] = (
+                sampled.prompt_logprobs
+            )
         if not scheduled.samples:
             return None
         new_tokens: list[int] = []
         if sampled.token_id is not None:
             new_tokens = [sampled.token_id]
             request.token_ids.append(sampled.token_id)
+            request.awaited_place = None
             self.counters.num_generation_tokens += 1
         reason = request.finish_reason()
         if reason is not None:
+            self._blocks.name_full(request, request.num_computed_tokens)
             self._remove(request)
             self.counters.num_finished += 1
         return _output(request, new_tokens, reason, sampled.logprobs)
@@ -266,7 +293,7 @@ class Scheduler:
         """Move waiting requests to running while all of it fits; returns the tokens left."""
         while budget > 0 and len(self._running) < self._config.max_num_seqs:
             request = self._first_waiting()
-            if request is None:
+            if request is None or request.is_ending:
                 break
             prefix = self._blocks.find_prefix(request)
             count = self._first_piece_size(request, len(prefix.block_ids), budget)

@@ -62,6 +62,8 @@ class WindowBlocks:
             request.window_block_ids.append(self._pool.take())
 
     def name(self, request: Request, place: int, key: bytes) -> None:
+        if place < request.num_gone_blocks:
+            return
         self._pool.name(request.window_block_ids[place], key)
 
     def drop_unseen(self, request: Request) -> None:
@@ -78,9 +80,8 @@ class WindowBlocks:
         del request.window_block_ids[:]
         request.num_gone_blocks = 0
 
-    def forget(self, request: Request) -> None:
-        for block in request.window_block_ids[request.num_gone_blocks :]:
-            self._pool.forget(block)
+    def forget(self, key: bytes) -> None:
+        self._pool.forget(key)
 
     def forget_prefixes(self) -> None:
         self._pool.forget_all()

@@ -10,7 +10,7 @@ scheduling costs with 256 running requests and 10,000 queued ones.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ import torch
 from moed.config.engine_config import SchedulerConfig
 from moed.server.block_manager import BlockManager
 from moed.server.grammar_masks import NO_MASKS
-from moed.server.messages import AddRequest, RankStats, SamplingParams, StepOutputs
+from moed.server.messages import AddRequest, RankStats, SamplingParams, StepOutputs, TokenOutput
 from moed.server.model_runner import make_batch
 from moed.server.sampler import sample
 from moed.server.scheduler import Sampled, Schedule, Scheduler
@@ -51,9 +51,16 @@ def make_scheduler(num_running: int, num_queued: int, vocab_size: int, temperatu
         assert scheduler.add(message) is None
     while True:
         schedule = scheduler.schedule()
-        scheduler.update(schedule, tokens_of(schedule))
+        update(scheduler, schedule, tokens_of(schedule))
         if schedule.num_tokens == num_running:
             return scheduler
+
+
+def update(
+    scheduler: Scheduler, schedule: Schedule, results: Sequence[Sampled]
+) -> list[TokenOutput]:
+    scheduler.advance(schedule)
+    return scheduler.update(schedule, results)
 
 
 def tokens_of(schedule: Schedule) -> list[Sampled]:
@@ -86,8 +93,17 @@ def measure(num_running: int, vocab_size: int, num_steps: int, temperature: floa
         schedule = clock.time("schedule", scheduler.schedule)
         clock.time("batch", lambda: make_batch(schedule, BLOCK_SIZE, False, CPU))  # noqa: B023
         results = clock.time("sample", lambda: sample(schedule, logits, NO_MASKS))  # noqa: B023
-        outputs = clock.time("update", lambda: scheduler.update(schedule, results))  # noqa: B023
+        outputs = clock.time("update", lambda: update(scheduler, schedule, results))  # noqa: B023
         clock.time("encode", lambda: encoder.encode(StepOutputs(0, outputs, stats)))  # noqa: B023
+    return clock
+
+
+def measure_queue(vocab_size: int, num_steps: int) -> Clock:
+    """A step's scheduling with many requests running, and very many queued."""
+    scheduler, clock = make_scheduler(NUM_RUNNING, NUM_QUEUED, vocab_size, 0.0), Clock()
+    for _ in range(num_steps):
+        schedule = clock.time("schedule", scheduler.schedule)
+        clock.time("update", lambda: update(scheduler, schedule, tokens_of(schedule)))  # noqa: B023
     return clock
 
 
@@ -102,10 +118,7 @@ def main() -> None:
         found = measure(arguments.running, arguments.vocab, arguments.steps, temperature).medians()
         parts = "  ".join(f"{part} {us:.0f}" for part, us in found.items())
         print(f"{name:>7}: {sum(found.values()):6.0f}   {parts}")
-    scheduler, clock = make_scheduler(NUM_RUNNING, NUM_QUEUED, arguments.vocab, 0.0), Clock()
-    for _ in range(arguments.steps):
-        schedule = clock.time("schedule", scheduler.schedule)
-        clock.time("update", lambda: scheduler.update(schedule, tokens_of(schedule)))  # noqa: B023
+    clock = measure_queue(arguments.vocab, arguments.steps)
     parts = "  ".join(f"{part} {us:.0f}" for part, us in clock.medians().items())
     print(f"{NUM_RUNNING} running, {NUM_QUEUED} queued: {parts}")
 

@@ -94,6 +94,12 @@ def test_agreement_follows_the_device(make: Make, settings: dict[str, str], back
     assert make(**settings).parallel.agreement_backend == backend
 
 
+def test_steps_ahead_need_ranks_of_one_process(make: Make) -> None:
+    assert not make().runner.step_ahead and make(step_ahead=True).runner.step_ahead
+    with pytest.raises(ConfigError, match="step_ahead is on and tensor_parallel_size is 2"):
+        make(step_ahead=True, tensor_parallel_size=2)
+
+
 def test_nccl_is_refused_on_a_cpu(make: Make) -> None:
     with pytest.raises(ConfigError, match="agreement_backend is 'nccl'.*device is 'cpu'; take --"):
         make(device="cpu", agreement_backend="nccl")

@@ -75,7 +75,9 @@ def engine_config(
             gpu_memory_utilization=0.9,
             enable_prefix_caching=True,
         ),
-        runner=RunnerConfig(attention_backend="sdpa", cpu_kernels="auto", graph_buckets=()),
+        runner=RunnerConfig(
+            attention_backend="sdpa", cpu_kernels="auto", graph_buckets=(), step_ahead=False
+        ),
         server=SERVER,
     )
 

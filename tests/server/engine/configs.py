@@ -60,6 +60,7 @@ def engine_config(
     max_position_embeddings: int = 256,
     fault_injection: str | None = None,
     graph_buckets: tuple[int, ...] = (),
+    step_ahead: bool = False,
     enable_prefix_caching: bool = True,
 ) -> EngineConfig:
     """`hf_config` (a config.json) fills the sizes of the model; without it they are small."""
@@ -118,7 +119,10 @@ def engine_config(
             enable_prefix_caching=enable_prefix_caching,
         ),
         runner=RunnerConfig(
-            attention_backend="sdpa", cpu_kernels="auto", graph_buckets=graph_buckets
+            attention_backend="sdpa",
+            cpu_kernels="auto",
+            graph_buckets=graph_buckets,
+            step_ahead=step_ahead,
         ),
         server=replace(
             SERVER,

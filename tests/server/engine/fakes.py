@@ -2,7 +2,8 @@
 it, so that a wrong recompute, a lost token or a mixed-up request changes the output.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from moed.config.engine_config import SchedulerConfig
 from moed.config.windows import Window
@@ -32,6 +33,34 @@ def expected_output(prompt: list[int], max_tokens: int, stop_token_ids: list[int
     return tokens[len(prompt) :]
 
 
+@dataclass(frozen=True)
+class Work:
+    """One scheduled request as the device is given it, whatever the host learns later."""
+
+    scheduled: ScheduledRequest
+    first: int
+    tokens: list[int]
+    """All of the request's, the one too that only the device knows."""
+    block_ids: list[int]
+    window_block_ids: list[int]
+
+    @classmethod
+    def of(cls, scheduled: ScheduledRequest, chosen: Sequence[int | None]) -> "Work":
+        """`chosen`: by the step before."""
+        request = scheduled.request
+        tokens = list(request.token_ids)
+        if request.awaited_place is not None:
+            awaited = chosen[request.awaited_place]
+            assert awaited is not None
+            tokens.append(awaited)
+        blocks, window_blocks = list(request.block_ids), list(request.window_block_ids)
+        return cls(scheduled, request.num_computed_tokens, tokens, blocks, window_blocks)
+
+    @property
+    def end(self) -> int:
+        return self.first + self.scheduled.num_tokens
+
+
 class FakeCache:
     """Which token each KV slot holds, and after which others: reading back what was written catches
     a wrong block, and one that was shared with another beginning.
@@ -43,53 +72,46 @@ class FakeCache:
         self._window = window
         self._slots: dict[int, tuple[int, int, int]] = {}
 
-    def write(self, scheduled: ScheduledRequest) -> None:
-        request = scheduled.request
-        first = request.num_computed_tokens
-        for position in range(first, first + scheduled.num_tokens):
-            token, before = request.token_ids[position], hash(tuple(request.token_ids[:position]))
-            self._slots[self._slot(scheduled, position)] = (position, token, before)
+    def write(self, work: Work) -> None:
+        for position in range(work.first, work.end):
+            token, before = work.tokens[position], hash(tuple(work.tokens[:position]))
+            self._slots[self._slot(work, position)] = (position, token, before)
 
-    def read(self, scheduled: ScheduledRequest, num_tokens: int) -> list[int]:
-        """The first `num_tokens` of the request, as the cache holds them; with a window, those that
-        this step's tokens see.
+    def read(self, work: Work) -> list[int]:
+        """The request up to this step's end, as the cache holds it; with a window, what this step's
+        tokens see is looked at.
         """
-        tokens = scheduled.request.token_ids[:num_tokens]
+        tokens = work.tokens[: work.end]
         first = 0
         if self._window is not None:
-            first = max(0, self._window.first_seen(scheduled.request.num_computed_tokens))
-        for index in range(first, num_tokens):
-            found = self._slots[self._slot(scheduled, index)]
+            first = max(0, self._window.first_seen(work.first))
+        for index in range(first, work.end):
+            found = self._slots[self._slot(work, index)]
             assert found == (index, tokens[index], hash(tuple(tokens[:index])))
         return tokens
 
-    def _slot(self, scheduled: ScheduledRequest, position: int) -> int:
-        request = scheduled.request
-        blocks = request.block_ids if self._window is None else request.window_block_ids
+    def _slot(self, work: Work, position: int) -> int:
+        blocks = work.block_ids if self._window is None else work.window_block_ids
         block_id = blocks[position // self.block_size]
         return block_id * self.block_size + position % self.block_size
 
 
-def fake_results(schedule: Schedule, cache: FakeCache) -> list[Sampled]:
-    """What the model and the sampler would give."""
-    for scheduled in schedule.requests:
-        cache.write(scheduled)
-    results = []
-    for scheduled in schedule.requests:
-        request = scheduled.request
-        end = request.num_computed_tokens + scheduled.num_tokens
-        context = cache.read(scheduled, end)
-        token_id = next_token(context) if scheduled.samples and request.wants_token else None
-        prompt_logprobs = [
-            TokenLogprobs(-float(position), request.token_ids[position + 1], [], [])
-            for position in scheduled.prompt_logprob_positions
-        ]
-        results.append(Sampled(token_id, None, prompt_logprobs, None))
-    return results
+def fake_result(work: Work, context: list[int]) -> Sampled:
+    """What the sampler would give."""
+    token_id = next_token(context) if work.scheduled.chooses else None
+    prompt_logprobs = [
+        TokenLogprobs(-float(position), work.tokens[position + 1], [], [])
+        for position in work.scheduled.prompt_logprob_positions
+    ]
+    return Sampled(token_id, None, prompt_logprobs, None)
 
 
 class Harness:
-    """A scheduler with the fake model, checked after each step."""
+    """A scheduler with the fake model, checked after each step. One step ahead, the next schedule
+    is made before the last step's tokens are known, as the engine's loop does.
+    """
+
+    step_ahead = False
 
     def __init__(
         self,
@@ -104,6 +126,7 @@ class Harness:
         window: Window | None = None,
     ) -> None:
         """`window`: of layers that have one, beside others that do not."""
+        self._last: tuple[Schedule, list[Sampled]] | None = None
         self.config = SchedulerConfig(
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
@@ -132,11 +155,26 @@ class Harness:
 
     def step(self) -> list[TokenOutput]:
         schedule = self.scheduler.schedule()
-        self.steps.append(schedule)
+        outputs = []
+        if not schedule.requests and self._last is not None:
+            outputs = self._take_in_last()
+            schedule = self.scheduler.schedule()
         self._check(schedule)
-        if self.blocks.window_blocks is not None:
-            self._use_window_cache(schedule)
-        outputs = self.scheduler.update(schedule, fake_results(schedule, self.cache))
+        if not schedule.requests:
+            return outputs
+        self.steps.append(schedule)
+        chosen = [] if self._last is None else [sampled.token_id for sampled in self._last[1]]
+        step = [Work.of(scheduled, chosen) for scheduled in schedule.requests]
+        contexts = self._compute(step)
+        outputs += self._take_in_last()
+        results = list(map(fake_result, step, contexts))
+        self.scheduler.advance(schedule)
+        self._last = schedule, results
+        return outputs if self.step_ahead else self._take_in_last()
+
+    def _take_in_last(self) -> list[TokenOutput]:
+        last, self._last = self._last, None
+        outputs = [] if last is None else self.scheduler.update(*last)
         for output in outputs:
             self.outputs[output.request_id].append(output)
         return outputs
@@ -149,12 +187,18 @@ class Harness:
             self.step()
         raise AssertionError("requests do not end")
 
-    def _use_window_cache(self, schedule: Schedule) -> None:
-        for scheduled in schedule.requests:
-            self.window_cache.write(scheduled)
-        for scheduled in schedule.requests:
-            end = scheduled.request.num_computed_tokens + scheduled.num_tokens
-            self.window_cache.read(scheduled, end)
+    def _compute(self, step: Sequence[Work]) -> list[list[int]]:
+        """Each request up to its last token of this step, as the cache holds it."""
+        caches = [self.cache]
+        if self.blocks.window_blocks is not None:
+            caches.append(self.window_cache)
+        for cache in caches:
+            for work in step:
+                cache.write(work)
+        for cache in caches[1:]:
+            for work in step:
+                cache.read(work)
+        return [self.cache.read(work) for work in step]
 
     def _check(self, schedule: Schedule) -> None:
         assert schedule.num_tokens == sum(s.num_tokens for s in schedule.requests)

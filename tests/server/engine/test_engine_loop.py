@@ -30,9 +30,22 @@ from moed.server.scheduler import Schedule, Scheduler
 from moed.server.step_plan import StepPlans
 from tests.moe.harness import one_rank
 from tests.server.engine.configs import engine_config
-from tests.server.engine.fakes import VOCAB_SIZE, expected_output, make_request, next_token
+from tests.server.engine.fakes import (
+    VOCAB_SIZE,
+    Work,
+    expected_output,
+    make_request,
+    next_token,
+)
 
 PATIENCE_S = 20.0
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "ahead"], autouse=True)
+def step_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """All of this in both orders."""
+    monkeypatch.setattr(Rank, "step_ahead", request.param)
+    return bool(request.param)
 
 
 class ScriptedChannel:
@@ -105,10 +118,16 @@ class CountedModel:
 
 
 class StepBatch:
-    """What the fake runner computes with: the schedule itself."""
+    """What the fake runner computes with, as the device has it before the step."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.num_tokens, self.routed_experts = schedule, schedule.num_tokens, None
+    def __init__(self, schedule: Schedule, chosen: torch.Tensor | None) -> None:
+        self.num_tokens, self.routed_experts = schedule.num_tokens, None
+        tokens = [] if chosen is None else chosen.tolist()
+        self.prefixes = [
+            work.tokens[: position + 1]
+            for work in (Work.of(scheduled, tokens) for scheduled in schedule.requests)
+            for position in work.scheduled.logits_positions
+        ]
 
 
 class FakeRunner:
@@ -117,27 +136,26 @@ class FakeRunner:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def batch(self, schedule: Schedule) -> StepBatch:
-        return StepBatch(schedule)
+    def batch(self, schedule: Schedule, chosen: torch.Tensor | None = None) -> StepBatch:
+        return StepBatch(schedule, chosen)
 
     def graph_for(self, batch: StepBatch) -> GraphShape:
         return EAGER
 
     def run(self, batch: StepBatch, dp_metadata: object, graph: GraphShape) -> torch.Tensor:
-        schedule = batch.schedule
-        self.steps.append(schedule.num_tokens)
-        rows = []
-        for scheduled in schedule.requests:
-            tokens = scheduled.request.token_ids
-            for position in scheduled.logits_positions:
-                row = torch.zeros(VOCAB_SIZE)
-                row[next_token(tokens[: position + 1])] = 1.0
-                rows.append(row)
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+        self.steps.append(batch.num_tokens)
+        rows = torch.zeros(len(batch.prefixes), VOCAB_SIZE)
+        for row, prefix in zip(rows, batch.prefixes, strict=True):
+            row[next_token(prefix)] = 1.0
+        return rows
 
 
 class Rank:
     """One loop with everything around it."""
+
+    step_ahead = False
+    num_blocks = 32
+    vocab_size = VOCAB_SIZE
 
     def __init__(
         self, script: Sequence[tuple[int, ToEngine]], table: Table, rank: int, faults: str | None
@@ -150,10 +168,10 @@ class Rank:
             max_num_queued_requests=100,
         )
         self.channel = ScriptedChannel(script)
-        self.blocks = BlockManager(32, 4, shares_prefixes=True)
+        self.blocks = BlockManager(self.num_blocks, 4, shares_prefixes=True)
         self.runner = FakeRunner()
         self.agreement = TableAgreement(table, rank)
-        self.scheduler = Scheduler(config, self.blocks, 64, VOCAB_SIZE)
+        self.scheduler = Scheduler(config, self.blocks, 64, self.vocab_size)
         self.loop = EngineLoop(
             rank=rank,
             scheduler=self.scheduler,
@@ -166,6 +184,7 @@ class Rank:
             grammars=GrammarMasks(engine_config().model, num_threads=1),
             expert_reports=ExpertReports(rank, CountedModel(), self.channel.send),
             first_step_id=1,
+            step_ahead=self.step_ahead,
         )
 
 
@@ -277,7 +296,7 @@ def test_bad_request_gets_an_error_and_the_engine_lives() -> None:
     assert rank.channel.tokens("good") == expected_output([1], 2, [])
 
 
-def test_abort_frees_within_a_step_and_is_reported() -> None:
+def test_abort_frees_within_a_step_and_is_reported(step_ahead: bool) -> None:
     (rank,) = run(
         [
             (1, add("a", [1], 40)),
@@ -288,7 +307,8 @@ def test_abort_frees_within_a_step_and_is_reported() -> None:
             *stop(20, 2),
         ]
     )
-    assert len(rank.channel.tokens("a")) == 3
+    # One step ahead, the last token was still to be taken in.
+    assert len(rank.channel.tokens("a")) == 3 - step_ahead
     assert rank.channel.tokens("b") == expected_output([2], 6, [])
     fourth = [report for report in rank.channel.reports if report.stats.num_steps == 4]
     assert fourth[0].stats.num_running == 1 and fourth[0].stats.num_aborted == 1
@@ -301,7 +321,7 @@ def test_abort_of_the_last_request_is_reported_before_sleep() -> None:
     assert rank.channel.stats.num_running == 0 and rank.channel.stats.num_aborted == 1
 
 
-def test_shutdown_drops_requests_and_refuses_new_ones_until_all_are_told() -> None:
+def test_shutdown_drops_requests_and_refuses_new_ones_until_all_are_told(step_ahead: bool) -> None:
     first, second = run(
         [
             (1, add("a", [1], 40)),
@@ -312,7 +332,7 @@ def test_shutdown_drops_requests_and_refuses_new_ones_until_all_are_told() -> No
         ],
         [(1, Wake(1)), (8, Shutdown()), (8, Wake(2))],
     )
-    assert len(first.channel.tokens("a")) == 2
+    assert len(first.channel.tokens("a")) == 2 - step_ahead
     late = [o for r in first.channel.reports for o in r.outputs if o.request_id == "late"]
     assert len(late) == 1 and "shutting down" in str(late[0].error)
     assert first.blocks.num_used_blocks == 0

@@ -18,6 +18,7 @@ from moed.server.messages import (
     StepOutputs,
     ToEngine,
     TokenOutput,
+    Wake,
 )
 from tests.dist.members import with_members
 from tests.server.engine.configs import engine_config
@@ -50,10 +51,11 @@ class ScriptedChannel:
 
     def receive(self) -> list[ToEngine]:
         messages, self._inbox = self._inbox, []
-        return messages or ([] if self._open else [Shutdown()])
+        return messages or ([] if self._open else [Shutdown(), Wake(1)])
 
     def wait(self, timeout_s: float) -> bool:
-        raise AssertionError("nobody sleeps before the end")
+        assert not self._open, "nobody sleeps before the end"
+        return True
 
     def send(self, message: FromEngine) -> None:
         if isinstance(message, StepOutputs):
@@ -77,6 +79,7 @@ def serve(
     tensor_parallel_size: int,
     enable_expert_parallel: bool,
     with_graphs: bool = False,
+    step_ahead: bool = False,
 ) -> Answers | None:
     """On every rank: an engine for each budget; per budget and prompt, tokens and logprobs. None on
     members that compute with another.
@@ -98,6 +101,7 @@ def serve(
             max_num_seqs=min(8, budget),
             num_kv_blocks=64,
             graph_buckets=graph_buckets(min(8, budget)) if with_graphs else (),
+            step_ahead=step_ahead,
         )
         params = SamplingParams(max_tokens=NUM_TOKENS, seed=1, temperature=0.0, logprobs=0)
         requests = [
@@ -224,6 +228,21 @@ def test_outputs_do_not_depend_on_how_work_is_split(
         [True] + [False] * (members - 1)
     ) * ranks
     check(by_process[::members], expected, SPLIT_BUDGETS, f"of {ranks} x {members}, {backend}")
+
+
+@pytest.mark.parametrize(("ranks", "with_graphs"), [(1, False), (2, True), (3, False)])
+def test_one_step_ahead(
+    tmp_path_factory: pytest.TempPathFactory,
+    workers: Callable[[int], WorkerPool],
+    ranks: int,
+    with_graphs: bool,
+) -> None:
+    """Of two and three ranks, one has nothing to do."""
+    path, expected = made("qwen3_moe", tmp_path_factory)
+    backend = "local" if ranks == 1 else "all2allv"
+    arguments = (path, backend, SPLIT_BUDGETS, 1, True, with_graphs, True)
+    by_rank = workers(ranks).run(serve, *arguments)
+    check(by_rank, expected, SPLIT_BUDGETS, f"of {ranks}, one step ahead")
 
 
 def test_latent_attention_over_processes(

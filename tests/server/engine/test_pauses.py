@@ -2,7 +2,11 @@
 
 import random
 
+import pytest
+
 from tests.server.engine.fakes import VOCAB_SIZE, Harness, expected_output
+
+pytestmark = pytest.mark.usefixtures("any_order")
 
 
 def gauges(harness: Harness) -> tuple[int, int, int]:

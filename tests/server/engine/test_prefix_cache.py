@@ -12,6 +12,8 @@ from moed.server.prefix import PrefixMemory, extend_keys
 from moed.server.scheduler import Sampled
 from tests.server.engine.fakes import Harness, expected_output
 
+pytestmark = pytest.mark.usefixtures("any_order")
+
 PROMPT = list(range(20, 40))
 
 
@@ -110,6 +112,7 @@ def test_blocks_of_a_request_that_went_wrong_are_not_shared() -> None:
     harness = Harness(budget=64)
     harness.add("a", PROMPT, 4)
     schedule = harness.scheduler.schedule()
+    harness.scheduler.advance(schedule)
     harness.scheduler.update(schedule, [Sampled(None, None, (), "not a number")])
     harness.add("b", PROMPT, 4)
     harness.run()

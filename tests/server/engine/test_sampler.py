@@ -67,7 +67,7 @@ def weights(**params: Any) -> list[float]:
     """Normalized weights of FRACTIONS under the filters."""
     made = SamplingParams(**{"max_tokens": 1, "seed": 0, "temperature": 1.0, **params})
     logits = torch.tensor(FRACTIONS).log()[None]
-    found = filtered_weights(logits, logits.amax(dim=1), [made])[0]
+    found = filtered_weights(logits, [made])[0]
     values: list[float] = (found / found.sum()).tolist()
     return [round(value, 6) for value in values]
 

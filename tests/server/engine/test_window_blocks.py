@@ -7,6 +7,8 @@ from moed.config.windows import Window
 from tests.server.engine.configs import engine_config
 from tests.server.engine.fakes import Harness, expected_output
 
+pytestmark = pytest.mark.usefixtures("any_order")
+
 PROMPT = list(range(20, 60))
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],

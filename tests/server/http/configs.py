@@ -90,6 +90,8 @@ def frontend_config(
             gpu_memory_utilization=0.9,
             enable_prefix_caching=True,
         ),
-        runner=RunnerConfig(attention_backend="sdpa", cpu_kernels="auto", graph_buckets=()),
+        runner=RunnerConfig(
+            attention_backend="sdpa", cpu_kernels="auto", graph_buckets=(), step_ahead=False
+        ),
         server=dataclasses.replace(SERVER, **server),
     )
