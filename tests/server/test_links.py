@@ -1,0 +1,62 @@
+"""What the front end makes of other nodes' silence, and a keeper of the front end's."""
+
+import pytest
+
+from moed.config.errors import PeerLost
+from moed.server.health import Health, Phase
+from moed.server.links import LOST_S, SILENT_S, Links
+from moed.server.messages import Beat, NodeBeat
+
+BEAT = NodeBeat(node=1, name="second", ranks=[2, 3])
+
+
+class FakeChannel:
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Beat]] = []
+
+    def send_to_node(self, node: int, message: Beat) -> None:
+        self.sent.append((node, message))
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.channel = FakeChannel()
+        self.health = Health(num_ranks=4)
+        self.num_stops = 0
+        self.links = Links(self.channel, self.health, self._stop)  # type: ignore[arg-type]
+        self.health.phase = Phase.READY
+
+    def _stop(self) -> None:
+        self.num_stops += 1
+
+
+def test_a_beat_is_answered_and_silence_turns_readiness_red() -> None:
+    watched = Watched()
+    watched.links.look(1000.0)
+    watched.links.on_beat(BEAT, 1000.0)
+    assert watched.channel.sent == [(1, Beat())]
+    watched.links.look(1000.0 + SILENT_S)
+    assert watched.health.is_ready
+    watched.links.look(1000.5 + SILENT_S)
+    assert not watched.health.is_ready
+    assert watched.health.silence == "node 1 (second, ranks 2, 3) has been silent for 6 s"
+    watched.links.on_beat(BEAT, 1007.0)
+    watched.links.look(1007.5)
+    assert watched.health.is_ready
+
+
+def test_a_node_that_stays_silent_is_lost() -> None:
+    watched = Watched()
+    watched.links.on_beat(BEAT, 0.0)
+    watched.links.on_beat(NodeBeat(node=2, name="third", ranks=[4]), 15.0)
+    watched.links.look(LOST_S)
+    with pytest.raises(PeerLost, match=r"node 1 \(second, ranks 2, 3\) has been silent for 20 s"):
+        watched.links.look(LOST_S + 0.5)
+
+
+def test_a_node_that_stops_stops_all_once_and_is_not_lost_by_its_silence() -> None:
+    watched = Watched()
+    for now in (0.0, 1.0):
+        watched.links.on_beat(NodeBeat(node=1, name="second", ranks=[2], is_stopping=True), now)
+    assert watched.num_stops == 1
+    watched.links.look(10 * LOST_S)
