@@ -1,4 +1,4 @@
-"""Several nodes, here all on loopback: they find each other, agree, serve, stop and fail together."""
+"""Several nodes, here all on loopback: found, agreed, served, stopped and failed together."""
 
 import contextlib
 import pathlib
