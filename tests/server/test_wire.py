@@ -1,6 +1,7 @@
 """Front end and engines accept each other alone, whatever a stranger on the network does."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
@@ -152,24 +153,30 @@ class Recorder:
         self._port = port
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.said = b""
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         near, _ = self._listener.accept()
         far = socket.create_connection(("127.0.0.1", self._port), WAIT_S)
-        threading.Thread(target=self._back, args=(far, near), daemon=True).start()
-        while data := near.recv(65536):
-            self.said += data
-            far.sendall(data)
-        far.close()
+        back = threading.Thread(target=_copy, args=(far, near), daemon=True)
+        back.start()
+        with near, far, contextlib.suppress(OSError):
+            while data := near.recv(65536):
+                self.said += data
+                far.sendall(data)
+            far.shutdown(socket.SHUT_RDWR)
+            back.join(WAIT_S)
 
-    @staticmethod
-    def _back(far: socket.socket, near: socket.socket) -> None:
-        try:
-            while data := far.recv(65536):
-                near.sendall(data)
-        except OSError:
-            near.close()
+    def close(self) -> None:
+        self._thread.join(WAIT_S)
+        self._listener.close()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
 
 
 def test_a_replay_is_worth_nothing(place: Place) -> None:
@@ -180,6 +187,7 @@ def test_a_replay_is_worth_nothing(place: Place) -> None:
         engine.send(progress(rank=5))
         assert await heard(channel) == progress(rank=5)
         await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(recorder.close)
         try:
             # What it said was encrypted, too.
             assert recorder.said and b"loading" not in recorder.said
