@@ -536,6 +536,8 @@ class EngineClient:
             )
 
     def _give_up_holding(self, timeout_s: float) -> None:
+        # Another loss, before the ranks are there, holds requests again, and as long.
+        self._hold_timer = None
         reason = (
             f"the ranks have not recovered within {timeout_s:g} s (recovery_timeout): "
             f"{self._health.reason}"
