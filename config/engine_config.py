@@ -366,9 +366,13 @@ class EngineConfig:
             "revision": self.model.revision,
             "nnodes": 1 if self.nodes is None else self.nodes.num_nodes,
         }
+        files = {"hf_config": "config.json", "generation_config": "generation_config.json"}
         for entry in fields(ModelConfig):
-            if entry.name not in ("path", "model", "revision", "served_model_names"):
-                items[entry.name] = getattr(self.model, entry.name)
+            value = getattr(self.model, entry.name)
+            if entry.name in files:
+                items |= {f"{files[entry.name]}: {key}": value[key] for key in value}
+            elif entry.name not in ("path", "model", "revision", "served_model_names"):
+                items[entry.name] = value
         return {key: repr(value) for key, value in items.items()}
 
     def digest(self) -> int:

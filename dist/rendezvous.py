@@ -50,6 +50,8 @@ class Failure(msgspec.Struct, frozen=True):
 
     error: str
     is_mismatch: bool
+    num_told: int | None = None
+    """How many ranks are there to be told; None: all of them are, or will be."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ class _Waiting:
                     f"{self._describe_missing()} did not come within {timeout_s:g} s: see the log "
                     "of that node, or start it; --rendezvous-timeout waits longer"
                 )
-                self._fail(Failure(text, is_mismatch=False))
+                self._fail(Failure(text, is_mismatch=False, num_told=len(self._arrived)))
             self._reminder.say(f"waiting for {self._describe_missing()}", waited)
             time.sleep(POLL_S)
 
@@ -295,16 +297,16 @@ class _Waiting:
 
     def _fail(self, failure: Failure) -> NoReturn:
         counted = _write_failure(self._store, failure)
-        self._wait_until_told()
+        self._wait_until_told(counted.num_told or self._environment.world_size)
         raise (RankMismatch if counted.is_mismatch else PeerLost)(counted.error)
 
-    def _wait_until_told(self) -> None:
-        """The store may end with this rank: first all others get to know, within a bound."""
+    def _wait_until_told(self, num_ranks: int) -> None:
+        """The store may end with rank 0: first the others get to know, within a bound."""
         deadline = time.monotonic() + TELL_S
-        size = self._environment.world_size
+        is_last = self._environment.rank == 0
         with contextlib.suppress(RuntimeError, dist.DistError):
             num_told = self._store.add(TOLD_KEY, 1)
-            while num_told < size and time.monotonic() < deadline:
+            while is_last and num_told < num_ranks and time.monotonic() < deadline:
                 time.sleep(POLL_S)
                 num_told = self._store.add(TOLD_KEY, 0)
 

@@ -110,11 +110,12 @@ class NodeSupervisor:
             if left is not None and left <= 0:
                 logger.warning("the other nodes did not stop in time")
                 return 0
-            self._wait(left)
+            self._wait(ended, left)
 
-    def _wait(self, timeout_s: float | None) -> None:
-        alive = [rank.process.sentinel for rank in self._group.ranks if rank.process.is_alive()]
-        if self._signal_reader in wait([self._signal_reader, *alive], timeout_s):
+    def _wait(self, ended: list[Rank], timeout_s: float | None) -> None:
+        """Until a signal, or the end of a rank that is not among the `ended`."""
+        others = [rank.process.sentinel for rank in self._group.ranks if rank not in ended]
+        if self._signal_reader in wait([self._signal_reader, *others], timeout_s):
             self._signal_reader.recv_bytes()
 
     def _on_failure(self, first: Rank, is_stopping: bool) -> int:

@@ -1,63 +1,89 @@
-"""`moed serve` on several nodes, as started by hand or by torchrun."""
+"""Daemons of several nodes on this machine: all on its loopback, or each on a host of its own."""
 
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
 
-from tests.daemon import Daemon
-from tests.e2e.two_hosts import Host
+import httpx
+import psutil
 
-TORCHRUN = ("-m", "torch.distributed.run")
+from tests.daemon import START_S, Daemon
+
+PROBES = re.compile(r"probes on (http://\S+)/readyz")
 
 
 def free_port() -> int:
-    """A port of this machine's loopback that nobody had a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
         return port
 
 
-class Node(Daemon):
-    """One of `num_nodes`, all on loopback; `host` is where it runs."""
+class Nodes:
+    """`moed serve` once for each node, one rank on each. Use as a context."""
 
     def __init__(
         self,
-        node_rank: int,
-        port: int,
-        *arguments: str,
-        num_nodes: int = 2,
-        ranks: int = 2,
-        address: str = "127.0.0.1",
-        host: Host | None = None,
-        environment: Mapping[str, str] | None = None,
+        *common: str,
+        own: Sequence[Sequence[str]] = ((), ()),
+        environments: Sequence[Mapping[str, str]] = ({}, {}),
+        port: int | None = None,
     ) -> None:
-        place = {
-            "--nnodes": str(num_nodes),
-            "--node-rank": str(node_rank),
-            "--master-addr": address,
-            "--master-port": str(port),
-            "--probe-port": "0",
-        }
-        super().__init__(
-            *[word for pair in place.items() for word in pair],
-            *arguments,
-            ranks=ranks,
-            environment=environment,
-            command=command_on(host, "-m", "moed.server"),
-        )
+        """`own`: what each node's line has beside the `common` words, one entry for each node."""
+        self.port = free_port() if port is None else port
+        self._common, self._own, self._environments = common, own, environments
+        self._stack = ExitStack()
+        self.daemons: list[Daemon] = []
 
+    def __enter__(self) -> "Nodes":
+        for number in range(len(self._own)):
+            self.start(number)
+        return self
 
-class TorchrunNode(Daemon):
-    """One node of torchrun with one rank each: the same line on every node."""
+    def start(self, number: int) -> Daemon:
+        """The line of one node."""
+        nnodes = len(self._own)
+        words = ["--nnodes", str(nnodes), "--node-rank", str(number)]
+        words += ["--master-addr", "127.0.0.1", "--master-port", str(self.port)]
+        words += ["--probe-port", "0", *self._common, *self._own[number]]
+        daemon = Daemon(*words, ranks=nnodes, environment=self._environments[number])
+        self.daemons.append(self._stack.enter_context(daemon))
+        return daemon
 
-    def __init__(
-        self, port: int, *arguments: str, address: str = "127.0.0.1", host: Host | None = None
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        agent = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-        agent += ["--rdzv-endpoint", f"{address}:{port}", "-m", "moed.server"]
-        super().__init__("--probe-port", "0", *arguments, command=command_on(host, *agent))
+        self._stack.close()
+
+    def refusals(self, timeout_s: float) -> list[str]:
+        """What each node says at its end; fails where one goes on."""
+        codes = [daemon.wait_exit(timeout_s) for daemon in self.daemons]
+        assert all(codes), (codes, self.logs)
+        assert "Traceback" not in self.logs, self.logs
+        return [daemon.log for daemon in self.daemons]
+
+    @property
+    def logs(self) -> str:
+        return "\n\n".join(daemon.log for daemon in self.daemons)
 
 
-def command_on(host: Host | None, *arguments: str) -> Sequence[str]:
-    """The command line of `python arguments…`, here or on `host`."""
-    return (sys.executable, *arguments) if host is None else host.command(*arguments)
+def probe(daemon: Daemon, path: str = "/readyz") -> httpx.Response:
+    """What a node without HTTP answers."""
+    return httpx.get(daemon.wait_log(PROBES, START_S).group(1) + path, timeout=5)
+
+
+def kill_all(daemon: Daemon) -> None:
+    """As if the node's power went: every process of it at once."""
+    own = psutil.Process(daemon.process.pid)
+    for process in [own, *own.children(recursive=True)]:
+        process.kill()
+
+
+def torchrun(*words: str) -> tuple[str, ...]:
+    """The command line of `torchrun words… -m moed.server`."""
+    return (sys.executable, "-m", "torch.distributed.run", *words, "-m", "moed.server")

@@ -2,14 +2,12 @@
 
 import re
 import time
-from collections.abc import Callable
 
 import httpx
 import pytest
 
 from moed.config.errors import EXIT_CODES
 from tests.daemon import LISTENING, Daemon
-from tests.e2e.nodes import Node, TorchrunNode
 from tests.e2e.streams import LONG, PROMPT, Stream, await_growth
 from tests.e2e.two_hosts import Host, TwoHosts
 
@@ -46,12 +44,26 @@ def await_both_ready(hosts: TwoHosts, first: Daemon, second: Daemon) -> None:
     await_readiness(hosts.second, second, 200, READY_S)
 
 
-def nodes_of(hosts: TwoHosts, *arguments: str) -> tuple[Node, Node]:
+def nodes_of(hosts: TwoHosts) -> tuple[Daemon, Daemon]:
+    """`moed serve` on both, one rank each."""
     first, second = (
-        Node(rank, PORT, *arguments, address=hosts.first.address, host=host)
-        for rank, host in enumerate(hosts.hosts)
+        Daemon(
+            *("--nnodes", "2", "--node-rank", str(number)),
+            *("--master-addr", hosts.first.address, "--master-port", str(PORT)),
+            *("--probe-port", "0"),
+            command=host.command("-m", "moed.server"),
+        )
+        for number, host in enumerate(hosts.hosts)
     )
     return first, second
+
+
+def torchrun_on(host: Host, hosts: TwoHosts) -> Daemon:
+    """The same line on both."""
+    agent = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.first.address}:{PORT}")
+    command = host.command(*agent, *meeting, "-m", "moed.server")
+    return Daemon("--probe-port", "0", command=command)
 
 
 def open_stream(hosts: TwoHosts, first: Daemon) -> Stream:
@@ -106,10 +118,7 @@ def test_a_lost_node_ends_the_other(lost: int) -> None:
 @pytest.mark.slow
 def test_torchrun_with_the_same_line_on_both() -> None:
     with TwoHosts() as hosts:
-        start: Callable[[Host], TorchrunNode] = lambda host: TorchrunNode(  # noqa: E731
-            PORT, address=hosts.first.address, host=host
-        )
-        with start(hosts.first) as one, start(hosts.second) as two:
+        with torchrun_on(hosts.first, hosts) as one, torchrun_on(hosts.second, hosts) as two:
             deadline = time.monotonic() + READY_S
             while not (LISTENING.search(one.log) or LISTENING.search(two.log)):
                 assert time.monotonic() < deadline, one.log + two.log
