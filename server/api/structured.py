@@ -68,9 +68,7 @@ def _response_format(body: SamplingBody) -> list[Asked]:
             code="missing_required_parameter",
         )
     param = "response_format.json_schema.schema"
-    # Absent in a format that only names itself: any object.
-    schema = given.json_schema.schema_
-    return [Asked("json", ANY_OBJECT if schema is None else _json_text(schema, param), param)]
+    return [Asked("json", _json_text(given.json_schema.schema_, param), param)]
 
 
 def _structured_outputs(body: SamplingBody) -> list[Asked]:
