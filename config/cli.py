@@ -14,7 +14,7 @@ from moed.config.environ import environment
 from moed.config.errors import UsageError
 from moed.config.help import help_text
 from moed.config.names import did_you_mean, setting_of_flag
-from moed.config.plan_settings import PlanSettings, plan_flags, take_settings
+from moed.config.plan_settings import PlanSettings, take_settings
 from moed.config.settings import ServeSettings
 
 COMMANDS = (
@@ -125,8 +125,6 @@ def read_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
             continue
         collecting = None
         flag, has_value, value = word.partition("=")
-        if flag in plan_flags():
-            raise UsageError(f"{flag} belongs to `moed plan`, which asks about a machine")
         setting, positive = setting_of_flag(flag)
         origin = f"flag {flag}"
         if setting.is_switch:

@@ -6,6 +6,7 @@ from functools import cache
 
 from moed.config.errors import ConfigError, UsageError
 from moed.config.options import ENVIRONMENT_PREFIX, Setting, settings_of
+from moed.config.other_commands import belongs_to
 from moed.config.settings import ServeSettings
 
 # Settings of a design that split steps into chunks inside the MoE layer.
@@ -105,5 +106,7 @@ def setting_of_flag(flag: str) -> tuple[Setting, bool]:
             f"{flag} is not taken from the command line, which other users of this machine can "
             f"read: set MOED_{name.upper()}, or give --{hidden[:-1].replace('_', '-')}-file FILE"
         )
+    if (hint := belongs_to(written)) is not None:
+        raise UsageError(f"{hint}, not to this command")
     near = did_you_mean(written, flags())
     raise UsageError(f"unknown flag {flag}{near} (`moed --help=all` lists all flags)")

@@ -2,7 +2,7 @@
 answer; and how settings of one command are read, before those of `moed serve`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -32,11 +32,6 @@ class PlanSettings:
         shown_default="as few as have a GPU for each rank",
     )
     json: bool = option(False, "print JSON instead of tables", group=PLAN, common=True)
-
-
-def plan_flags() -> Mapping[str, Setting]:
-    """Every flag as typed, with its setting."""
-    return {setting.flag: setting for setting in settings_of(PlanSettings).values()}
 
 
 def take_settings(owner: type[Owner], words: Sequence[str]) -> tuple[Owner, list[str]]:

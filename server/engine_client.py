@@ -21,6 +21,7 @@ from moed.server.ended_requests import EndedChoice, EndedRequest, Origin
 from moed.server.health import Health
 from moed.server.lifecycle import FrontendPlace
 from moed.server.messages import (
+    NOTHING_LEFT,
     AbortRequests,
     AddRequest,
     ExpertLoad,
@@ -64,6 +65,10 @@ class Channel(Protocol):
 
 class GenerationFailed(Exception):
     """A request ends with an error of the engine or of the group; the message is for the client."""
+
+
+class RequestImpossible(GenerationFailed):
+    """What the request asks for contradicts itself, as its tokens have shown."""
 
 
 class RequestTimedOut(GenerationFailed):
@@ -318,7 +323,8 @@ class EngineClient:
         if output.finish_reason == "error" or output.error is not None:
             self._end(choice, "error")
             error = output.error or "the engine gave no reason"
-            choice.submission.fail(GenerationFailed(error))
+            kind = RequestImpossible if error == NOTHING_LEFT else GenerationFailed
+            choice.submission.fail(kind(error))
             return
         fresh = drop_duplicates(output, choice.next_output_index)
         if fresh is None:

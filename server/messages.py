@@ -154,6 +154,12 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
     """[num_tokens, MoE layers, K] uint16, little-endian."""
 
 
+# The error of an output whose request is at fault itself, not the engine.
+NOTHING_LEFT = (
+    "logit_bias, allowed_token_ids, bad_words, min_tokens and the grammar leave no token to choose"
+)
+
+
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What one step gave one request. Steps that only prefill send nothing."""
 

@@ -20,7 +20,7 @@ from moed.server.grammar_masks import TokenMasks
 from moed.server.host_copy import HostCopy, on_device
 from moed.server.logits_rules import apply_rules, is_ruled
 from moed.server.logprobs import Wanted, token_logprobs
-from moed.server.messages import TokenLogprobs
+from moed.server.messages import NOTHING_LEFT, TokenLogprobs
 from moed.server.request import Request
 from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
 
@@ -28,9 +28,6 @@ from moed.server.scheduler import Sampled, Schedule, ScheduledRequest
 GREEDY_TEMPERATURE = 1e-5
 
 NOT_FINITE = "the model's logits are not finite numbers; the checkpoint or its dtype is at fault"
-NOTHING_LEFT = (
-    "logit_bias, allowed_token_ids, bad_words, min_tokens and the grammar leave no token to choose"
-)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from moed.server.api.choice_text import Piece, Token
 from moed.server.api.chunks import Chunks
 from moed.server.api.completions import check_num_choices
 from moed.server.api.conversation import render, template_options, tokenize_conversation
+from moed.server.api.errors import InvalidRequest
 from moed.server.api.event_stream import DONE
 from moed.server.api.generation import (
     Generation,
@@ -37,7 +38,7 @@ from moed.server.api.responses import (
     Usage,
 )
 from moed.server.api.state import AppState
-from moed.server.api.structured import asked_grammar, engine_grammar
+from moed.server.api.structured import asked_grammar, check_each_tool, engine_grammar
 from moed.server.api.unknown_parameters import Ignored, check_unknown
 
 KIND = "chat.completion"
@@ -103,7 +104,11 @@ async def prepare_chat(
     text, prompt = await rendered_chat(body, state)
     plan = plan_answer(body, tools, text, asked, state.tools)
     if plan.question is not None:
-        grammar = await engine_grammar(plan.question, plan.param, state)
+        try:
+            grammar = await engine_grammar(plan.question, plan.param, state)
+        except InvalidRequest:
+            await check_each_tool(tools, state)
+            raise
         sampling = sampling.with_grammar(grammar)
     if plan.limit is not None:
         sampling = sampling.with_reasoning_limit(plan.limit)

@@ -14,7 +14,12 @@ from starlette.types import Receive, Scope, Send
 from moed.server.api.request_ids import SCOPE_KEY
 from moed.server.api.validation import first_problem
 from moed.server.chat_template import TemplateFailed
-from moed.server.engine_client import GenerationFailed, QueueFull, RequestTimedOut
+from moed.server.engine_client import (
+    GenerationFailed,
+    QueueFull,
+    RequestImpossible,
+    RequestTimedOut,
+)
 
 # Clients show messages to people and put them in logs; one never quotes a whole request. Bytes of
 # JSON: with everything around it, a body stays below 4 kB.
@@ -225,6 +230,8 @@ def to_api_error(error: Exception, method: str = "", path: str = "") -> ApiError
             return Unavailable(str(error), error.retry_after_s)
         case RequestTimedOut():
             return TimedOut(str(error), headers=NOT_AGAIN)
+        case RequestImpossible():
+            return InvalidRequest(f"{error}; loosen one of them", code="invalid_value")
         case GenerationFailed():
             # The same request would fail again, or has cost its work already.
             return ApiError(str(error), code="engine_error", headers=NOT_AGAIN)

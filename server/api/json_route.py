@@ -20,6 +20,8 @@ MAX_VALUES = 1_000_000
 MAX_DEPTH = 128
 # Once escapes are gone.
 STRING = re.compile(rb'"[^"]*"')
+# As many bytes as the other half of a surrogate pair, and empty.
+PADDING = b" " * 6
 
 
 class JsonRequest(Request):
@@ -32,10 +34,21 @@ class JsonRequest(Request):
         except RecursionError:
             raise too_deep() from None
         except (msgspec.MsgspecError, UnicodeError) as error:
-            raise json.JSONDecodeError(str(error), "", 0) from None
+            raise json.JSONDecodeError(reason_of(error, body), "", 0) from None
         if body.count(b"[") + body.count(b"{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
             raise too_deep()
         return value
+
+
+def reason_of(error: Exception, body: bytes) -> str:
+    """What is wrong with `body`. To the decoder, half of a surrogate pair just before the end looks
+    like an early end; with more to read it sees what is there.
+    """
+    try:
+        msgspec.json.decode(body + PADDING)
+    except (msgspec.MsgspecError, UnicodeError) as better:
+        return str(better)
+    return str(error)
 
 
 def too_deep() -> json.JSONDecodeError:

@@ -1,10 +1,12 @@
 """Structured output: which grammar a request asks for, and the text of it for the engines."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from moed.server.api.bodies.conversation import Tool
 from moed.server.api.bodies.sampling import SamplingBody
 from moed.server.api.bodies.structured import StructuralTags
 from moed.server.api.errors import InvalidRequest
@@ -68,9 +70,7 @@ def _response_format(body: SamplingBody) -> list[Asked]:
             code="missing_required_parameter",
         )
     param = "response_format.json_schema.schema"
-    # Absent in a format that only names itself: any object.
-    schema = given.json_schema.schema_
-    return [Asked("json", ANY_OBJECT if schema is None else _json_text(schema, param), param)]
+    return [Asked("json", _json_text(given.json_schema.schema_, param), param)]
 
 
 def _structured_outputs(body: SamplingBody) -> list[Asked]:
@@ -140,3 +140,22 @@ async def engine_grammar(question: Question, param: str, state: AppState) -> str
         raise InvalidRequest(
             f"{param} cannot be followed: {error}", param=param, code="invalid_value"
         ) from None
+
+
+async def check_each_tool(tools: Sequence[Tool], state: AppState) -> None:
+    """Raises `InvalidRequest` with the name of the first tool whose parameters by themselves cannot
+    be followed.
+    """
+    for index, tool in enumerate(tools):
+        if tool.function.parameters is None:
+            continue
+        source = _json_text(tool.function.parameters, "tools")
+        try:
+            await state.grammars.check(Question("json", source))
+        except GrammarError as error:
+            raise InvalidRequest(
+                f"the parameters of {tool.function.name!r} (tools[{index}]) cannot be followed: "
+                f"{error}",
+                param="tools",
+                code="invalid_value",
+            ) from None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # What pydantic puts into a location beside names and indexes: the branch of a union.
+BRANCHES = frozenset({"str", "dict[str,any]"})
 MAX_QUOTED_CHARACTERS = 80
 
 JSON_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
@@ -39,7 +40,8 @@ class Problem:
 def first_problem(errors: Sequence[Any]) -> Problem:
     """One of pydantic's errors: a client corrects one thing at a time."""
     error = errors[0]
-    param = parameter_name(error["loc"])
+    location = error["loc"]
+    param = parameter_name(location)
     kind, context = str(error["type"]), error.get("ctx", {})
     if kind == "json_invalid":
         reason = str(context.get("error", ""))
@@ -50,6 +52,10 @@ def first_problem(errors: Sequence[Any]) -> Problem:
         return Problem(f"{param} is missing", param, "missing_required_parameter")
     code = "invalid_type" if kind in EXPECTED else "invalid_value"
     where = param or "the body"
+    if location[-1] in BRANCHES and kind in EXPECTED:
+        kinds = [EXPECTED[e["type"]] for e in errors if e["loc"][:-1] == location[:-1]]
+        wanted = f"must be {' or '.join(kinds)}, not {_quote(error.get('input'))}"
+        return Problem(f"{where} {wanted}", param, code)
     return Problem(f"{where} {_complaint(kind, context, error)}", param, code)
 
 
@@ -57,6 +63,8 @@ def parameter_name(location: Sequence[int | str]) -> str | None:
     """`messages[2].content` for ("body", "messages", 2, "content")."""
     name = ""
     for part in location[1:]:
+        if part in BRANCHES:
+            continue
         if isinstance(part, int):
             name += f"[{part}]"
         else:

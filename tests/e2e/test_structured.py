@@ -129,6 +129,29 @@ def test_bad_schemas_leave_both_ranks_alone(daemon: Daemon) -> None:
                 assert daemon.post("/v1/completions", body, rank).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"structured_outputs": {"regex": "a{1,3}"}, "bad_words": ["a"]},
+        {"structured_outputs": {"regex": "abc"}, "allowed_token_ids": [1]},
+    ],
+)
+def test_a_request_that_allows_no_token_is_the_clients_fault(daemon: Daemon, given: Any) -> None:
+    body = {"prompt": "x", "max_tokens": 5, **given}
+    url = f"{daemon.url}/v1/completions"
+    refused = httpx.post(url, json=body, timeout=20)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert "leave no token to choose" in error["message"]
+    assert error["type"] == "invalid_request_error"
+    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=20) as response:
+        # Where the failure comes before the first event, it may still be a plain answer.
+        if response.status_code == 400:
+            assert json.loads(response.read())["error"] == error
+        else:
+            assert [event["error"] for event in events(response) if "error" in event] == [error]
+
+
 def test_empty_schema_ends_at_max_tokens_at_the_latest(daemon: Daemon) -> None:
     body = {"prompt": "12 + ", "structured_outputs": {"json": {}}, "max_tokens": 30}
     answer = daemon.post("/v1/completions", body).json()

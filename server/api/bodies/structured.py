@@ -25,9 +25,9 @@ Schema = str | dict[str, Any]
 
 
 class JsonSchemaFormat(Body):
-    name: str | None = None
+    name: str
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
     """Every schema is followed to the letter."""
 

@@ -202,9 +202,10 @@ def _response_format(body: InputBody) -> Item | None:
         return None
     if form.type != "json_schema":
         return {"type": form.type}
-    if form.schema_ is None:
-        raise _invalid("text.format.schema", "is missing: type 'json_schema' needs it")
-    schema = {"name": form.name or "output", "schema": form.schema_}
+    for param, value in (("name", form.name), ("schema", form.schema_)):
+        if value is None:
+            raise _invalid(f"text.format.{param}", "is missing: type 'json_schema' needs it")
+    schema = {"name": form.name, "schema": form.schema_}
     return {"type": "json_schema", "json_schema": schema}
 
 

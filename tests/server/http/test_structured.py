@@ -198,8 +198,16 @@ STRUCTURE = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
         ),
         ({}, "response_format.type"),
         (
-            {"type": "json_schema", "json_schema": {"schema": 5}},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}},
             "response_format.json_schema.schema",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {}}},
+            "response_format.json_schema.name",
         ),
         ("json", "response_format"),
     ],

@@ -60,7 +60,7 @@ named = st.fixed_dictionaries(
 formats = st.fixed_dictionaries(
     {
         "type": st.just("json_schema"),
-        "json_schema": st.fixed_dictionaries({"schema": schemas}),
+        "json_schema": st.fixed_dictionaries({"name": text, "schema": schemas}),
     }
 )
 grammars = st.one_of(

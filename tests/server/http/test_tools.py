@@ -279,10 +279,14 @@ def test_strict_tools_bind_calls_that_the_model_is_free_to_make(hermes: Served) 
 
 def test_a_bad_schema_of_a_tool_is_refused_where_it_counts(hermes: Served) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nope"}}}
-    body: dict[str, Any] = {"messages": USER, "tools": [bad], "tool_choice": "required"}
-    response = hermes.post(PATH, body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tools"
+    good = {"type": "function", "function": {"name": "g"}}
+    body: dict[str, Any] = {"messages": USER, "tools": [good, bad], "tool_choice": "required"}
+    for more in ({}, {"response_format": {"type": "json_object"}}):
+        response = hermes.post(PATH, {**body, **more})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "tools"
+        assert error["message"].startswith("the parameters of 'f' (tools[1]) cannot be followed: ")
 
 
 def test_response_format_leaves_room_for_reasoning_and_calls(hermes: Served) -> None:

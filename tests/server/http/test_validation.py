@@ -186,6 +186,28 @@ def test_bodies_that_are_no_request(served: Served, body: bytes) -> None:
     check(response, 400, response.json()["error"]["param"])
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": "\\ud800"}', b'{"prompt": "\\ud800 and more"}'])
+def test_half_of_a_surrogate_pair_is_named(served: Served, body: bytes) -> None:
+    """Wherever it stands: near the end it is no body that was cut short."""
+    error = check(raw(served, COMPLETIONS, body), 400, None, "invalid_json")
+    assert "surrogate" in error["message"]
+    cut = check(raw(served, COMPLETIONS, body[:9]), 400, None, "invalid_json")
+    assert "truncated" in cut["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"json_schema": 5}, "json_schema"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+        ({"structured_outputs": {"structural_tag": 5}}, "structured_outputs.structural_tag"),
+    ],
+)
+def test_what_may_be_one_of_two_kinds(served: Served, given: Any, param: str) -> None:
+    error = check(served.post(COMPLETIONS, {"prompt": "x", **given}), 400, param, "invalid_type")
+    assert error["message"].startswith(f"{param} must be a string or an object, not ")
+
+
 def test_deep_nesting_below_the_parsers_own_limit_is_no_fault(served: Served) -> None:
     deep = b'{"a":' * 800 + b"1" + b"}" * 800
     tool = b'{"type": "function", "function": {"name": "f", "parameters": ' + deep + b"}}"
