@@ -82,7 +82,6 @@ def test_serves_and_survives_a_short_cut_no_longer_than_it_says() -> None:
             await_both_ready(hosts, first, second)
             tokens = hosts.first.call(lambda: first.tokens(PROMPT, 24, 1))
             assert tokens == hosts.first.call(lambda: first.tokens(PROMPT, 24, 0))
-            assert f"node 1: {hosts.second.name}" in first.log or hosts.second.name in first.log
             stream = open_stream(hosts, first)
             cut_at = time.monotonic()
             hosts.cut()
