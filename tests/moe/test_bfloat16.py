@@ -105,4 +105,3 @@ def test_the_bundled_model_answers_the_same(kernels: str) -> None:
     num_right = sum(a == b for a, b in zip(said, sums, strict=True))
     # The model itself gets one in fifty or so wrong; what counts is that it says the same.
     assert num_right >= 0.9 * NUM_QUESTIONS
-    print([(x,y) for x,y in zip(exact,rounded) if [t for t,_ in x]!=[t for t,_ in y]])
