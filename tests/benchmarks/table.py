@@ -1,12 +1,13 @@
 """The speed of the current tree in one table, beside another server where one is given.
 
     python -m tests.benchmarks.table [--peer EXECUTABLE|URL|COMMAND] [--model mid|wide|bundled|DIR]
-        [--rounds 5] [--threads 2] [--only WORDS] [--history]
+        [--rounds 5] [--threads 2] [--only WORDS] [--history [FILE]]
 
 EXECUTABLE is vLLM's; a COMMAND of any other server holds {port}, and {model} if it wants one; what
 answers under a URL must serve the same model by itself. Both servers are up at once and take turns,
 so a noisy machine meets both alike: only ratios within one run compare. The first round warms up.
-A failed request gives no tokens, and is counted. `--history` appends the ratios to history.jsonl.
+A failed request gives no tokens, and is counted. `--history` appends the ratios to FILE, or to
+history.jsonl beside this file.
 """
 
 import argparse
@@ -240,8 +241,8 @@ def run(given: Given) -> Table:
     return table
 
 
-def keep(table: Table, given: Given, model: str) -> None:
-    """Append to the history: what was measured, where, and of which tree."""
+def keep(table: Table, given: Given, model: str, history: Path) -> None:
+    """Append to `history`: what was measured, where, and of which tree."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -254,7 +255,7 @@ def keep(table: Table, given: Given, model: str) -> None:
         "rounds": given.rounds,
         "figures": table.kept,
     }
-    with HISTORY.open("a", encoding="utf-8") as file:
+    with history.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
 
 
@@ -270,7 +271,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default="", help="loads whose name holds one of these words")
-    parser.add_argument("--history", action="store_true")
+    parser.add_argument("--history", nargs="?", type=Path, const=HISTORY, metavar="FILE")
     arguments = parser.parse_args()
     # Stopped from outside, the servers end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -293,8 +294,8 @@ def main() -> None:
             share=1.0 if arguments.model == "mid" else 0.9,
         )
         table = run(given)
-        if arguments.history:
-            keep(table, given, arguments.model)
+        if arguments.history is not None:
+            keep(table, given, arguments.model, arguments.history)
 
 
 if __name__ == "__main__":
