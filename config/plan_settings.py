@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 from moed.config.errors import ConfigError, UsageError
 from moed.config.options import Setting, option, settings_of
+from moed.config.settings import ServeSettings
 from moed.config.sizes import parse_bytes, parse_tokens
 
 PLAN = "Only with moed plan"
@@ -35,8 +36,10 @@ class PlanSettings:
 
 
 def plan_flags() -> Mapping[str, Setting]:
-    """Every flag as typed, with its setting."""
-    return {setting.flag: setting for setting in settings_of(PlanSettings).values()}
+    """Every flag as typed that `moed serve` does not have too, with its setting."""
+    own = {setting.flag: setting for setting in settings_of(PlanSettings).values()}
+    shared = {setting.flag for setting in settings_of(ServeSettings).values()}
+    return {flag: setting for flag, setting in own.items() if flag not in shared}
 
 
 def take_settings(owner: type[Owner], words: Sequence[str]) -> tuple[Owner, list[str]]:

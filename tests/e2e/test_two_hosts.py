@@ -42,7 +42,7 @@ def wait_red(hosts: TwoHosts, first: Daemon, within_s: float) -> None:
 
 def test_serve_and_lose_a_host() -> None:
     with serving() as (hosts, first, second):
-        tokens = [hosts.first.call(lambda r=rank: first.tokens(PROMPT, 8, r)) for rank in (0, 1)]
+        tokens = hosts.first.call(lambda: [first.tokens(PROMPT, 8, rank) for rank in (0, 1)])
         assert tokens[0] == tokens[1]
         assert hosts.second.call(lambda: probe(second)).json()["status"] == "ready"
 
