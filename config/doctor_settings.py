@@ -11,7 +11,7 @@ DOCTOR = "Only with moed doctor"
 class DoctorSettings:
     """What `moed doctor` takes besides the flags of `moed serve`."""
 
-    nodes: int = option(1, "nodes of the launch", group=DOCTOR, minimum=1)
+    nnodes: int = option(1, "nodes of the launch", group=DOCTOR, minimum=1)
     quick: bool = option(
         False, "leave out what loads torch: its build, NCCL, deep_ep", group=DOCTOR
     )

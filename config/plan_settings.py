@@ -23,7 +23,7 @@ class PlanSettings:
         80 * 2**30, "memory of each GPU", group=PLAN, common=True, unit="bytes", minimum=1
     )
     gpus_per_node: int = option(8, "GPUs of each node", group=PLAN, common=True, minimum=1)
-    nodes: int | None = option(
+    nnodes: int | None = option(
         None,
         "nodes, over which the ranks are spread evenly",
         group=PLAN,

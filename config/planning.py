@@ -93,9 +93,9 @@ def planned_machine(settings: ServeSettings, own: PlanSettings) -> Machine:
     """The machine that the plan's own settings describe; for a CPU, the one at hand."""
     here = this_machine("cpu")
     ranks = settings.data_parallel_size * settings.tensor_parallel_size
-    nodes = own.nodes or -(-ranks // own.gpus_per_node)
+    nodes = own.nnodes or -(-ranks // own.gpus_per_node)
     if settings.device == "cpu":
-        return replace(here, num_nodes=own.nodes or 1)
+        return replace(here, num_nodes=own.nnodes or 1)
     return Machine(
         gpu="planned",
         gpus_per_node=own.gpus_per_node,

@@ -42,10 +42,6 @@ def refusals(config: EngineConfig, machine: Machine) -> list[str]:
 
 def _of_nodes(config: EngineConfig, machine: Machine) -> Iterator[str]:
     ranks, nodes = config.parallel.world_size, machine.num_nodes
-    if nodes > 1:
-        yield (
-            f"{nodes} nodes: several are not served yet; take 1, and as many ranks as it has GPUs"
-        )
     per_node = machine.gpus_per_node
     if config.parallel.device == "cuda" and per_node is not None and ranks > nodes * per_node:
         yield (

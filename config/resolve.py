@@ -66,7 +66,8 @@ def resolve_and_explain(
     settings: ServeSettings, capabilities: Mapping[str, BackendCapabilities], weights: bool
 ) -> Resolution:
     """As `resolve`, with the reasons; `weights` False does not download them."""
-    here = machine.this_machine(settings.device)
+    # The others are taken to be like this one.
+    here = replace(machine.this_machine(settings.device), num_nodes=settings.nnodes)
     resolution = assemble(
         settings, capabilities, here, lambda decided: _model(settings, decided, weights)
     )

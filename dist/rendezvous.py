@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,15 +96,40 @@ def open_store(environment: LaunchEnvironment, listen_fd: int | None, timeout_s:
             # The agent's, or else that of rank 0.
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
             return PrefixStore(f"restart-{environment.restart}", store)
-        return TCPStore(
-            environment.store_host,
-            environment.store_port,
-            environment.world_size,
-            environment.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
+        return _within(
+            timeout_s,
+            lambda: TCPStore(
+                environment.store_host,
+                environment.store_port,
+                environment.world_size,
+                environment.rank == 0,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listen_fd,
+            ),
         )
+
+
+def _within(timeout_s: float, connect: Callable[[], Store]) -> Store:
+    """`connect()`, which has no bound of its own where something listens and says nothing. Raises
+    `RuntimeError` for that.
+    """
+    results: list[Store | Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(connect())
+        except Exception as error:
+            results.append(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(timeout_s)
+    if not results:
+        raise RuntimeError(f"no answer within {timeout_s:g} s")
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
 
 
 def _await_port(environment: LaunchEnvironment, timeout_s: float) -> None:

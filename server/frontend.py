@@ -27,7 +27,7 @@ from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
 from moed.server.http_server import HttpServer
 from moed.server.lifecycle import FrontendPlace, die_with_parent
-from moed.server.links import Links
+from moed.server.links import Links, lost_after_s
 from moed.server.logs import setup_logging
 from moed.server.messages import (
     Active,
@@ -125,7 +125,8 @@ class Frontend:
         listen_fd = None if listener is None else listener.detach()
         channel = FrontendChannel(self._place.wire, listen_fd, self._place.epoch)
         health = Health(self._config.parallel.world_size)
-        links = Links(channel, health, lambda: self._tell(StopAsked()))
+        lost_s = lost_after_s(self._config)
+        links = Links(channel, health, lambda: self._tell(StopAsked()), lost_s)
         metrics = Metrics(self._config)
         self._engine = EngineClient(self._config, links, health, metrics, place=self._place)
         self._engine.on_wake = self._on_wake

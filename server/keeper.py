@@ -23,7 +23,7 @@ from moed.config.engine_config import EngineConfig
 from moed.server.channel import connect, node_identity
 from moed.server.http_server import HttpServer
 from moed.server.lifecycle import die_with_parent
-from moed.server.links import BEAT_S, LOST_S, SILENT_S
+from moed.server.links import BEAT_S, SILENT_S, lost_after_s
 from moed.server.logs import setup_logging
 from moed.server.messages import Joined, LinkLost, NodeBeat, NodeStopping, RanksReady, ToKeeper
 from moed.server.wire import Wire
@@ -121,7 +121,7 @@ class Keeper:
         return time.monotonic() - self._heard_at
 
     def _check_silence(self) -> None:
-        if self.silence_s > LOST_S and not self._is_stopping:
+        if self.silence_s > lost_after_s(self._config) and not self._is_stopping:
             nodes = self._config.nodes
             assert nodes is not None
             lost = LinkLost(

@@ -1,7 +1,7 @@
 """The front end's view of the other nodes: each sends a beat every second, and gets one back.
 
-A node that is silent for `SILENT_S` turns readiness red; one that stays silent for `LOST_S` is
-given up, and with it the group.
+A node that is silent for `SILENT_S` turns readiness red; one that stays silent for the recovery
+timeout is given up, and with it the group.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moed.config.engine_config import EngineConfig
 from moed.config.errors import PeerLost
 from moed.server.channel import FrontendChannel
 from moed.server.health import Health
@@ -19,8 +20,13 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 SILENT_S = 6.0
-LOST_S = 20.0
+LEAST_LOST_S = 10.0
 LOOK_S = 0.5
+
+
+def lost_after_s(config: EngineConfig) -> float:
+    """How long a silent node is waited for: a network that comes back costs no request."""
+    return max(LEAST_LOST_S, config.server.recovery.recovery_timeout_s)
 
 
 @dataclass
@@ -40,11 +46,16 @@ class Links:
     """A channel that keeps the nodes' beats for itself, and watches them."""
 
     def __init__(
-        self, channel: FrontendChannel, health: Health, on_stop_asked: Callable[[], None]
+        self,
+        channel: FrontendChannel,
+        health: Health,
+        on_stop_asked: Callable[[], None],
+        lost_after_s: float,
     ) -> None:
         self._channel = channel
         self._health = health
         self._on_stop_asked = on_stop_asked
+        self._lost_after_s = lost_after_s
         self._links: dict[int, Link] = {}
         self._is_stopping = False
 
@@ -98,7 +109,7 @@ class Links:
                 logger.info("all nodes are heard again")
         self._health.silence = "; ".join(reasons)
         for description, seconds in silent.items():
-            if seconds > LOST_S and not self._is_stopping:
+            if seconds > self._lost_after_s and not self._is_stopping:
                 raise PeerLost(
                     f"{description} has been silent for {seconds:.0f} s: it ended, as its log then "
                     "says, or the network between is cut"

@@ -30,7 +30,7 @@ def doctor(settings: ServeSettings, own: DoctorSettings) -> int:
 
 def examine(settings: ServeSettings, own: DoctorSettings) -> Iterator[Finding]:
     """All findings for a launch with these settings, on this machine."""
-    asked, refusal = ask(settings, own.nodes)
+    asked, refusal = ask(settings, own.nnodes)
     seen = take_readings()
     loaded = None if own.quick else load_libraries()
     libraries = None if isinstance(loaded, str) else loaded

@@ -68,8 +68,7 @@ def make(
 
 
 def of_deep_ep(config: EngineConfig, machine: Machine = ROOMY) -> list[str]:
-    """Refusals, but for that of several nodes, which stands for all backends alike."""
-    return [entry for entry in refusals(config, machine) if "nodes: several are" not in entry]
+    return refusals(config, machine)
 
 
 def nodes(count: int, per_node: int = 8) -> Machine:

@@ -50,7 +50,7 @@ def nodes_of(hosts: TwoHosts) -> tuple[Daemon, Daemon]:
         Daemon(
             *("--nnodes", "2", "--node-rank", str(number)),
             *("--master-addr", hosts.first.address, "--master-port", str(PORT)),
-            *("--probe-port", "0"),
+            *("--probe-port", "0", "--recovery-timeout", "15"),
             command=host.command("-m", "moed.server"),
         )
         for number, host in enumerate(hosts.hosts)
@@ -75,7 +75,7 @@ def open_stream(hosts: TwoHosts, first: Daemon) -> Stream:
 
 
 @pytest.mark.slow
-def test_serves_and_survives_a_short_cut_no_longer_than_it_says() -> None:
+def test_a_cut_cable_turns_both_red_and_then_ends_both() -> None:
     with TwoHosts() as hosts:
         first, second = nodes_of(hosts)
         with first, second:

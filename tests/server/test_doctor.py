@@ -417,14 +417,14 @@ def test_page_and_json() -> None:
 
 
 def test_command_line() -> None:
-    command = parse(["doctor", "--json", "-dp", "2", "--nodes=2"])
+    command = parse(["doctor", "--json", "-dp", "2", "--nnodes=2"])
     assert command.doctor is not None and command.settings is not None
-    assert (command.doctor.json, command.doctor.nodes, command.doctor.quick) == (True, 2, False)
+    assert (command.doctor.json, command.doctor.nnodes, command.doctor.quick) == (True, 2, False)
     assert command.settings.data_parallel_size == 2
     with pytest.raises(UsageError, match="--json takes no value"):
         parse(["doctor", "--json=1"])
     with pytest.raises(ConfigError, match="nodes"):
-        parse(["doctor", "--nodes", "0"])
+        parse(["doctor", "--nnodes", "0"])
 
 
 def run_doctor(*words: str) -> subprocess.CompletedProcess[str]:
