@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import httpx
 import psutil
+import pytest
 
 from tests.daemon import Daemon, events, wait_gone
 from tests.e2e.nodes import Nodes, free_port, kill_all, probe, torchrun
@@ -49,6 +50,7 @@ def test_a_node_that_ends_takes_the_others_along() -> None:
         assert "Traceback" not in first.log, first.log
 
 
+@pytest.mark.slow
 def test_the_first_node_gone_ends_the_others() -> None:
     with Nodes("--recovery-timeout", "8") as nodes:
         first, second = nodes.daemons
@@ -58,6 +60,7 @@ def test_the_first_node_gone_ends_the_others() -> None:
         assert "Traceback" not in second.log, second.log
 
 
+@pytest.mark.slow
 def test_a_waiting_node_says_who_is_missing() -> None:
     nodes = Nodes("--rendezvous-timeout", "14", own=((), (), ()))
     with ExitStack() as stack:

@@ -4,9 +4,10 @@ import pytest
 
 from moed.config.errors import PeerLost
 from moed.server.health import Health, Phase
-from moed.server.links import LOST_S, SILENT_S, Links
+from moed.server.links import SILENT_S, Links
 from moed.server.messages import Beat, NodeBeat
 
+LOST_S = 20.0
 BEAT = NodeBeat(node=1, name="second", ranks=[2, 3])
 
 
@@ -23,7 +24,7 @@ class Watched:
         self.channel = FakeChannel()
         self.health = Health(num_ranks=4)
         self.num_stops = 0
-        self.links = Links(self.channel, self.health, self._stop)  # type: ignore[arg-type]
+        self.links = Links(self.channel, self.health, self._stop, LOST_S)  # type: ignore[arg-type]
         self.health.phase = Phase.READY
 
     def _stop(self) -> None:

@@ -17,7 +17,7 @@ from zmq.utils import z85
 from moed.server import channel as channel_module
 from moed.server.channel import EngineChannel, FrontendChannel
 from moed.server.messages import FromEngine, RankProgress, Wake
-from moed.server.wire import Wire, frontend_keys
+from moed.server.wire import Wire, engine_keys, frontend_keys
 
 WAIT_S = 10.0
 # How long nothing may come of what a stranger does.
@@ -91,7 +91,7 @@ def with_keys_of_another_launch(place: Place) -> "zmq.Socket[bytes]":
     found = stranger(place)
     other = Wire(place.wire.address, secrets.token_bytes(32))
     assert other.secret is not None
-    own = channel_module.engine_keys(other.secret)
+    own = engine_keys(other.secret)
     found.curve_publickey, found.curve_secretkey = own.public, own.private
     found.curve_serverkey = frontend_keys(other.secret).public
     return found
@@ -202,7 +202,7 @@ def test_a_replay_is_worth_nothing(place: Place) -> None:
 
 def test_an_engine_hears_no_front_end_but_its_own(place: Place) -> None:
     """One that has the engines' public key lets them in, and still cannot speak to them."""
-    false = zmq.Context.instance().socket(zmq.ROUTER)
+    false: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     false.setsockopt(zmq.LINGER, 0)
     false.curve_server = True
     false.curve_publickey, false.curve_secretkey = zmq.curve_keypair()
@@ -282,6 +282,6 @@ def test_keys_follow_from_the_secret_and_differ_by_owner() -> None:
     found = {
         keys.private
         for secret in (one, two)
-        for keys in (frontend_keys(secret), channel_module.engine_keys(secret))
+        for keys in (frontend_keys(secret), engine_keys(secret))
     }
     assert len(found) == 4 and one not in {z85.decode(private) for private in found}
