@@ -26,7 +26,7 @@ from moed.server.engine_client import EngineClient
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
 from moed.server.http_server import HttpServer
-from moed.server.lifecycle import FrontendPlace, die_with_parent
+from moed.server.lifecycle import FrontendPlace
 from moed.server.links import Links, lost_after_s
 from moed.server.logs import setup_logging
 from moed.server.messages import (
@@ -67,8 +67,7 @@ def run_frontend(
     place: FrontendPlace,
     launcher_pipe: Connection,
 ) -> None:
-    """Target of the front end's process; returns after a stop."""
-    die_with_parent()
+    """Of the front end's process; returns after a stop, or when the launcher is gone."""
     # A terminal's Ctrl-C, or a supervisor's signal to the group, reaches every process; the
     # launcher alone decides what it means.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

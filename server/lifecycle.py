@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import NoReturn
@@ -52,13 +53,22 @@ def die_with_parent() -> None:
     os._exit(1)
 
 
+def die_after_parent(seconds: float) -> None:
+    """As `die_with_parent`, with `seconds` left to say what must be said."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        arguments = (parent.sentinel, seconds)
+        threading.Thread(target=_end_after, args=arguments, daemon=True).start()
+
+
 def wait_for(sentinel: int, timeout_s: float | None) -> bool:
     """True once the process behind `sentinel` has ended, within `timeout_s` (None: no bound)."""
     return bool(wait([sentinel], timeout_s))
 
 
-def _end_after(sentinel: int) -> None:
+def _end_after(sentinel: int, seconds: float = 0.0) -> None:
     wait_for(sentinel, None)
+    time.sleep(seconds)
     os._exit(1)
 
 

@@ -28,9 +28,8 @@ from moed.server.http_socket import bind_http
 from moed.server.launcher import (
     FLUSH_S,
     log_progress,
-    start_frontend,
 )
-from moed.server.lifecycle import describe_exit
+from moed.server.lifecycle import FrontendPlace, describe_exit, die_after_parent
 from moed.server.logs import setup_logging
 from moed.server.messages import (
     Drain,
@@ -51,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 TORCHRUN_DECIDES = ("nnodes", "node_rank", "master_addr", "master_port")
 EXIT_FRONTEND_DIED = 70
+# For error events, once rank 0 is gone.
+LAST_WORDS_S = 10.0
 
 _from_frontend = msgspec.msgpack.Decoder(FromFrontend)
 
@@ -131,6 +132,16 @@ def _serve_first_rank(config: EngineConfig, environment: LaunchEnvironment) -> i
     return exit_code
 
 
+def start_lasting_frontend(
+    config: EngineConfig, http_socket: socket.socket, place: FrontendPlace, pipe: Connection
+) -> None:
+    """Target of the front end's process: it outlives rank 0, and tells its clients so."""
+    die_after_parent(LAST_WORDS_S)
+    from moed.server.frontend import run_frontend
+
+    run_frontend(config, http_socket, place, pipe)
+
+
 class FrontendThread:
     """The front end's process, watched from a thread while the main thread runs rank 0."""
 
@@ -139,7 +150,7 @@ class FrontendThread:
         self._pipe, far_end = context.Pipe()
         arguments = (config, http_socket, wiring.place(0, 0), far_end)
         self._process: SpawnProcess = context.Process(
-            name="moed-http", target=start_frontend, args=arguments
+            name="moed-http", target=start_lasting_frontend, args=arguments
         )
         self._far_end: Connection | None = far_end
         self._config = config

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.daemon import Daemon, events, wait_gone
+from tests.e2e.streams import LONG, PROMPT, Stream, await_growth
 
 TORCHRUN = (
     sys.executable,
@@ -33,18 +34,21 @@ def test_serves_and_stops_under_torchrun() -> None:
         wait_gone([child.pid for child in children], 10)
 
 
-def test_a_killed_rank_ends_the_group_under_torchrun() -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_open_requests_are_told_of_a_killed_rank(is_first: bool) -> None:
     with Daemon(command=TORCHRUN) as daemon:
         daemon.wait_ready(90)
-        agent = psutil.Process(daemon.process.pid)
-        http = psutil.Process(daemon.pid("http"))
+        agent, http = psutil.Process(daemon.process.pid), psutil.Process(daemon.pid("http"))
         first = http.parent()
         assert first is not None
-        workers = [child for child in agent.children() if child.pid != first.pid]
-        (victim,) = [w for w in workers if "moed.server" in " ".join(w.cmdline())]
-        victim.kill()
+        ranks = [c for c in agent.children() if "moed.server" in " ".join(c.cmdline())]
+        stream = Stream(daemon, {"prompt": PROMPT, **LONG, "max_tokens": 1900})
+        await_growth([stream], 4)
+        next(rank for rank in ranks if (rank.pid == first.pid) is is_first).kill()
+        stream.wait(30)
+        assert isinstance(stream.error, dict) and stream.error["message"], stream.error
         assert daemon.wait_exit(30) != 0
-        wait_gone([first.pid, http.pid], 10)
+        wait_gone([first.pid, http.pid], 15)
 
 
 def test_a_number_of_ranks_that_differs_from_torchruns_is_refused() -> None:
