@@ -49,6 +49,8 @@ def create_app(state: AppState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         strict_content_type=False,
+        # moed's own spans and metrics tell of requests; these would cost and count them again.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
         middleware=[
             Middleware(CountAnswers, metrics=state.metrics.http),
             Middleware(RequestId),
