@@ -362,6 +362,7 @@ class EngineConfig:
             "agreement_backend": self.parallel.agreement_backend,
             "attention_backend": self.runner.attention_backend,
             "graph_buckets": self.runner.graph_buckets,
+            "step_ahead": self.runner.step_ahead,
             "model": self.model.model,
             "revision": self.model.revision,
             "nnodes": 1 if self.nodes is None else self.nodes.num_nodes,

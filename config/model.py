@@ -1,5 +1,6 @@
 """config.json, as transformers 4 and 5 write it, read into one frozen `ModelConfig`."""
 
+import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -251,3 +252,14 @@ def _eos_token_ids(
         valid = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
         _check(valid, f"{source}: eos_token_id {token!r} is not in the vocabulary of {vocab_size}")
     return tuple(listed)
+
+
+def describe_weights(model: ModelConfig) -> str:
+    """What tells one checkpoint's safetensors files from another's: their names and sizes."""
+    if model.load_format == "dummy":
+        return "dummy"
+    files = sorted(Path(model.path).glob("*.safetensors"))
+    sizes = [(file.name, file.stat().st_size) for file in files]
+    digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]
+    num_bytes = sum(size for _, size in sizes)
+    return f"{len(sizes)} files, {num_bytes} bytes, {digest}"

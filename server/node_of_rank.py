@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError, MoedError, PeerLost
+from moed.config.model import describe_weights
 from moed.config.versions import compared_versions
 from moed.dist.hosts import host_identity, interface_of, own_address
 from moed.dist.launch import LaunchEnvironment
@@ -97,6 +98,7 @@ class NodeOfRank:
         config, timeout_s = self._config, self._timeout_s(place)
         store = open_store(place, listen_fd, timeout_s)
         items = config.agreement_items() | compared_versions()
+        items["*.safetensors"] = describe_weights(config.model)
         items["transport_key"] = key_fingerprint(config.nodes)
         own = Introduction(host_identity(), socket.gethostname(), items, self._told)
         meeting = meet(store, place, own, timeout_s, check)

@@ -1,6 +1,7 @@
 """config.json as transformers writes it, and by hand as older versions wrote it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,12 @@ import pytest
 
 from moed.config.engine_config import ModelConfig
 from moed.config.errors import ModelError
-from moed.config.model import SERVED_MODEL_TYPES, bundled_checkpoint, load_model_config
+from moed.config.model import (
+    SERVED_MODEL_TYPES,
+    bundled_checkpoint,
+    describe_weights,
+    load_model_config,
+)
 
 
 def load(path: Path, dtype: str = "auto") -> ModelConfig:
@@ -165,6 +171,22 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ModelError, match=r"holds a list"):
         load(tmp_path)
+
+
+def test_weights_are_told_apart_by_the_names_and_sizes_of_their_files(
+    write_checkpoint: Any,
+) -> None:
+    model = load(write_checkpoint())
+    shards = [Path(model.path) / f"model-{number}.safetensors" for number in (1, 2)]
+    seen = {describe_weights(model)}
+    for text in ("abc", "abcd"):
+        shards[0].write_text(text)
+        seen.add(describe_weights(model))
+    shards[0].rename(shards[1])
+    seen.add(describe_weights(model))
+    assert len(seen) == 4
+    assert describe_weights(model) == describe_weights(model)
+    assert describe_weights(replace(model, load_format="dummy")) == "dummy"
 
 
 def test_the_bundled_model_is_found_and_served() -> None:
