@@ -169,8 +169,8 @@ def starts(table: Table, given: "Given") -> None:
 
 
 def memory(table: Table, server: Server) -> None:
-    """What a rank holds of its own, less its weights. What the loads have used of the KV cache is in
-    it: the bound is kept all the more.
+    """What a rank holds of its own, less its weights; what the loads have used of the KV cache is
+    in it.
     """
     text = httpx.get(f"{server.url}/metrics", timeout=10).text
     pattern = r'^moed:memory_bytes\{engine="0".*?use="weights"\} (\S+)$'
