@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +28,13 @@ def clean_environment() -> dict[str, str]:
     """This process's environment without what would configure a daemon by accident."""
     dropped = ("MOED_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
     return {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
+
+
+def free_port() -> int:
+    """On the loopback; nobody had it a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 class Daemon:

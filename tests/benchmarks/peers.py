@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from collections.abc import Sequence
 from types import TracebackType
 
 import httpx
+
+from tests.daemon import free_port
 
 START_S = 300.0
 STOP_S = 30.0
@@ -87,9 +88,3 @@ def start_peer(peer: str, model: str, num_threads: int, max_model_len: int) -> S
     template = peer if "{port}" in peer else VLLM.replace("{exe}", shlex.quote(peer))
     command = shlex.split(template.format(port=port, model=model, length=max_model_len))
     return Server(command, f"http://127.0.0.1:{port}", "/health", num_threads)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port

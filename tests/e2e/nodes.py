@@ -1,7 +1,6 @@
 """Daemons of several nodes on this machine: all on its loopback, or each on a host of its own."""
 
 import re
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -10,15 +9,9 @@ from types import TracebackType
 import httpx
 import psutil
 
-from tests.daemon import START_S, Daemon
+from tests.daemon import START_S, Daemon, free_port
 
 PROBES = re.compile(r"probes on (http://\S+)/readyz")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class Nodes:

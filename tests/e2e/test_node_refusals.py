@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from moed.config.model import bundled_checkpoint
-from tests.daemon import Daemon
-from tests.e2e.nodes import Nodes, free_port, torchrun
+from tests.daemon import Daemon, free_port
+from tests.e2e.nodes import Nodes, torchrun
 
 DIFFERENT_S = 30.0
 BAD_INPUT_S = 60.0

@@ -8,8 +8,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.daemon import Daemon, events, wait_gone
-from tests.e2e.nodes import Nodes, free_port, kill_all, probe, torchrun
+from tests.daemon import Daemon, events, free_port, wait_gone
+from tests.e2e.nodes import Nodes, kill_all, probe, torchrun
 
 PROMPT = list(range(40, 60))
 LONG = {"prompt": [65], "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -93,6 +93,18 @@ def first_of(daemons: list[Daemon]) -> Daemon:
     return first
 
 
+def assert_all_end(daemons: list[Daemon], timeout_s: float) -> None:
+    """After SIGTERM to each agent, by themselves, every process of theirs included."""
+    agents = [psutil.Process(daemon.process.pid) for daemon in daemons]
+    children = [child.pid for agent in agents for child in agent.children(recursive=True)]
+    for daemon in daemons:
+        daemon.signal(signal.SIGTERM)
+    for daemon in daemons:
+        daemon.wait_exit(timeout_s)
+        assert "forcefully exiting" not in daemon.log
+    wait_gone(children, 10)
+
+
 def test_two_nodes_under_torchrun() -> None:
     """The same line on both."""
     with ExitStack() as stack:
@@ -102,25 +114,11 @@ def test_two_nodes_under_torchrun() -> None:
         first.wait_ready(90)
         assert first.tokens(PROMPT, 8, 0) == first.tokens(PROMPT, 8, 1)
         assert probe(second).json()["status"] == "ready"
-        agents = [psutil.Process(daemon.process.pid) for daemon in daemons]
-        children = [child.pid for agent in agents for child in agent.children(recursive=True)]
-        for daemon in daemons:
-            daemon.signal(signal.SIGTERM)
-        for daemon in daemons:
-            daemon.wait_exit(40)
-            assert "forcefully exiting" not in daemon.log
-        wait_gone(children, 10)
+        assert_all_end(daemons, 40)
 
 
 def test_a_signal_while_loading_ends_all_under_torchrun() -> None:
     with ExitStack() as stack:
         daemons = torchrun_nodes(stack)
         first_of(daemons)
-        agents = [psutil.Process(daemon.process.pid) for daemon in daemons]
-        children = [child.pid for agent in agents for child in agent.children(recursive=True)]
-        for daemon in daemons:
-            daemon.signal(signal.SIGTERM)
-        for daemon in daemons:
-            daemon.wait_exit(30)
-            assert "forcefully exiting" not in daemon.log
-        wait_gone(children, 10)
+        assert_all_end(daemons, 30)
