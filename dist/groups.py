@@ -24,8 +24,6 @@ from moed.dist.launch import LaunchEnvironment
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-# For ranks that all wait at the door.
-REJOIN_S = 5.0
 
 
 @contextlib.contextmanager
@@ -205,16 +203,14 @@ def init_groups(
     interface: str | None,
 ) -> Groups:
     """Join the other ranks, which have all met at the `store`. Collective. Where all are known to
-    be here they get `REJOIN_S` instead of the timeout.
+    be here they get less than the timeout.
 
     `interface`: the network of what goes between nodes; None on one node. Raises `PeerLost` when
     the others do not come within `parallel.distributed_timeout_s`, `ConfigError` where there is no
     GPU for this rank.
     """
     whole = datetime.timedelta(seconds=parallel.distributed_timeout_s)
-    timeout = whole
-    if environment.all_are_here:
-        timeout = min(whole, datetime.timedelta(seconds=REJOIN_S))
+    timeout = datetime.timedelta(seconds=environment.patience_s(parallel.distributed_timeout_s))
     others = open_sockets()
     if environment.is_single_node:
         # Otherwise gloo resolves the host's name, which may lead anywhere, and listens there.

@@ -8,6 +8,9 @@ import psutil
 
 from moed.config.environ import read_torchrun_environment
 
+# For ranks that all wait at the door.
+REJOIN_S = 5.0
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
@@ -33,6 +36,10 @@ class LaunchEnvironment:
     def is_single_node(self) -> bool:
         """True when all ranks are on this node."""
         return self.local_world_size == self.world_size
+
+    def patience_s(self, timeout_s: float) -> float:
+        """How long the others are waited for, where `timeout_s` is for those that still start."""
+        return min(timeout_s, REJOIN_S) if self.all_are_here else timeout_s
 
 
 def detect_torchrun() -> LaunchEnvironment | None:

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 # How long a rank that cannot start looks for the others, to tell them.
 TELL_FAILURE_S = 10.0
-# For ranks that all wait at the door.
-REJOIN_S = 5.0
 STOPPED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
@@ -111,7 +109,7 @@ class NodeOfRank:
         nodes, timeout_s = self._config.nodes, self._config.parallel.distributed_timeout_s
         if nodes is not None:
             return nodes.rendezvous_timeout_s
-        return min(timeout_s, REJOIN_S) if place.all_are_here else timeout_s
+        return place.patience_s(timeout_s)
 
     def _tell_keeper_of(self, wire: Wire) -> None:
         nodes = self._config.nodes
