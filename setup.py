@@ -18,7 +18,7 @@ FLAGS = {
     "kernels_avx512": [*AVX512, "-mfma"],
     "kernels_avx512_bf16": [*AVX512, "-mfma", "-mavx512bf16"],
 }
-NAMES = ("vectors", "team", "rows", "matmul", "pack", "attention")
+NAMES = ("vectors", "team", "rows", "matmul", "pack", "attention", "draw")
 HEADERS = [f"moe/native/{name}.h" for name in NAMES]
 
 

@@ -10,10 +10,14 @@ moves a border a little and never reorders them.
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from moed.moe import native
 from moed.server.host_copy import on_device
 from moed.server.messages import SamplingParams
+
+Doubles = npt.NDArray[np.float64]
 
 # `top_p` looks first at the tokens of at least this share of the likeliest one's probability:
 # nearly always enough, and far cheaper than sorting a vocabulary.
@@ -21,6 +25,61 @@ TOP_P_SHARE = 1e-3
 MIN_TOP_P_CANDIDATES = 16
 # Draws look for a block first, and then into it.
 DRAW_BLOCK = 256
+# What the native kernel wants to know of each (moe/native/draw.h).
+DRAWING = np.dtype(
+    [
+        *(("row", "i8"), ("number", "f8"), ("top_p", "f8"), ("top_k", "i8")),
+        *(("temperature", "f4"), ("min_p", "f4")),
+    ]
+)
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    rows: Sequence[int],
+    params: Sequence[SamplingParams],
+    numbers: Sequence[float] | Doubles,
+) -> torch.Tensor:
+    """[R] int64, where `logits` [J, V] float32 are: one token from each of R `rows`, decided by a
+    number in [0, 1). From a row without a finite maximum comes any token. `logits` stay as they
+    are.
+    """
+    library = native.library() if logits.device.type == "cpu" else None
+    if library is not None:
+        return _draw_natively(library, logits, rows, params, numbers)
+    own = logits[on_device(rows, logits)]
+    # Such rows are lost anyhow; zeros keep their arithmetic harmless.
+    own.masked_fill_(~own.amax(dim=1, keepdim=True).isfinite(), 0.0)
+    return draw(filtered_weights(own, params), numbers)
+
+
+def _draw_natively(
+    library: native.Library,
+    logits: torch.Tensor,
+    rows: Sequence[int],
+    params: Sequence[SamplingParams],
+    numbers: Sequence[float] | Doubles,
+) -> torch.Tensor:
+    vocab_size = logits.shape[1]
+    drawings = np.array(
+        [
+            (row, number, p.top_p, _top_k(p, vocab_size), p.temperature, p.min_p)
+            for row, p, number in zip(rows, params, numbers, strict=True)
+        ],
+        DRAWING,
+    )
+    logits = logits.contiguous()
+    token_ids = torch.empty(len(drawings), dtype=torch.int64)
+    library.draw(
+        native.arguments(logits.dtype),
+        *(logits.data_ptr(), vocab_size, drawings.ctypes.data, len(drawings), token_ids.data_ptr()),
+    )
+    return token_ids
+
+
+def _top_k(params: SamplingParams, vocab_size: int) -> int:
+    """`vocab_size` where none is left out."""
+    return params.top_k if 0 < params.top_k < vocab_size else vocab_size
 
 
 def filtered_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -36,8 +95,7 @@ def filtered_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
     if any(p.min_p > 0 for p in params):
         shares = _column([p.min_p for p in params], logits)
         weights *= weights >= shares * weights.amax(dim=1, keepdim=True)
-    limits = [p.top_k if 0 < p.top_k < logits.shape[1] else logits.shape[1] for p in params]
-    _keep_top_k(weights, limits)
+    _keep_top_k(weights, [_top_k(p, logits.shape[1]) for p in params])
     narrowed = [i for i, p in enumerate(params) if p.top_p < 1]
     if narrowed:
         rows = on_device(narrowed, logits)
@@ -110,7 +168,21 @@ def uniform(seed: int, output_index: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=output_index)).random())
 
 
-def draw(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+def uniforms(seeds: Sequence[int], output_indices: Sequence[int]) -> Doubles:
+    """`uniform` of many, [n]."""
+    library = native.library()
+    if library is None:
+        return np.array([uniform(*pair) for pair in zip(seeds, output_indices, strict=True)])
+    keys, indices = np.array(seeds, np.uint64), np.array(output_indices, np.int64)
+    found = np.empty(len(keys))
+    library.uniform(
+        native.arguments(torch.float32),
+        *(keys.ctypes.data, indices.ctypes.data, len(keys), found.ctypes.data),
+    )
+    return found
+
+
+def draw(weights: torch.Tensor, numbers: Sequence[float] | Doubles) -> torch.Tensor:
     """[R] int64: the token whose stretch of the cumulated `weights` [R, V] holds the number. No
     token of weight 0 is drawn.
     """

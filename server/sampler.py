@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moed.server.draw import draw, filtered_weights, uniform
+from moed.server.draw import draw_tokens, uniforms
 from moed.server.grammar_masks import TokenMasks
 from moed.server.host_copy import HostCopy, on_device
 from moed.server.logits_rules import apply_rules, is_ruled
@@ -76,20 +76,33 @@ class Sampling:
 
     def _choose_special(self) -> None:
         """For the requests that do not just take their maximum, which costs nothing more."""
-        special = [
-            place
-            for place, rows in enumerate(self._parts)
-            if rows.chooses and not _is_plain(rows.scheduled.request)
-        ]
-        if not special:
-            return
-        rows = on_device([self._parts[place].end - 1 for place in special], self._logits)
-        requests = [self._parts[place].scheduled.request for place in special]
-        tokens, is_possible = choose_tokens(self._logits[rows], requests, self._masks)
-        places = on_device(special, self._logits)
-        everyone = torch.ones(self.token_ids.shape, dtype=torch.bool, device=tokens.device)
-        self._is_possible = HostCopy(everyone.index_copy_(0, places, is_possible))
-        self.token_ids = self.token_ids.index_copy(0, places, tokens)
+        ruled, drawn = [], []
+        for place, rows in enumerate(self._parts):
+            request = rows.scheduled.request
+            if rows.chooses and (request.params.grammar is not None or is_ruled(request)):
+                ruled.append(place)
+            elif rows.chooses and _draws(request):
+                drawn.append(place)
+        if ruled:
+            logits = self._logits[on_device(self._rows_of(ruled), self._logits)]
+            requests = [self._parts[place].scheduled.request for place in ruled]
+            tokens, is_possible = choose_tokens(logits, requests, self._masks)
+            everyone = torch.ones(self.token_ids.shape, dtype=torch.bool, device=tokens.device)
+            places = self._put(ruled, tokens)
+            self._is_possible = HostCopy(everyone.index_copy_(0, places, is_possible))
+        if drawn:
+            requests = [self._parts[place].scheduled.request for place in drawn]
+            self._put(drawn, _draw(self._logits, self._rows_of(drawn), requests))
+
+    def _rows_of(self, places: list[int]) -> list[int]:
+        """Of the logits: those from which the requests at `places` choose."""
+        return [self._parts[place].end - 1 for place in places]
+
+    def _put(self, places: list[int], tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens of the requests at `places`, which come back on the device."""
+        found = on_device(places, self._logits)
+        self.token_ids = self.token_ids.index_copy(0, found, tokens)
+        return found
 
     @torch.inference_mode()
     def results(self) -> list[Sampled]:
@@ -118,10 +131,14 @@ class Sampling:
         return results
 
 
-def _is_plain(request: Request) -> bool:
-    params = request.params
-    is_free = params.grammar is None and not is_ruled(request)
-    return params.temperature < GREEDY_TEMPERATURE and is_free
+def _draws(request: Request) -> bool:
+    return request.params.temperature >= GREEDY_TEMPERATURE
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[int], requests: Sequence[Request]) -> torch.Tensor:
+    """[R] int64: the next token of each of R requests from its row of `logits` [J, V]."""
+    numbers = uniforms([r.params.seed for r in requests], [r.num_output_tokens for r in requests])
+    return draw_tokens(logits, rows, [r.params for r in requests], numbers)
 
 
 def _wanted(rows: _Rows, token_id: int) -> list[Wanted]:
@@ -156,19 +173,11 @@ def choose_tokens(
     apply_rules(logits, requests)
     masks.apply(logits, requests)
     maxima, token_ids = first_maxima(logits)
-    is_possible = maxima.isfinite()
-    # Asking whether any is costs less on a CPU, and on a GPU a wait for it.
-    if logits.device.type != "cpu" or not is_possible.all():
-        # Such rows are lost anyhow; zeros keep their arithmetic harmless.
-        logits.masked_fill_(~is_possible[:, None], 0.0)
-    drawing = [i for i, r in enumerate(requests) if r.params.temperature >= GREEDY_TEMPERATURE]
+    drawing = [place for place, request in enumerate(requests) if _draws(request)]
     if drawing:
-        rows = on_device(drawing, logits)
-        own = logits[rows] if len(drawing) < len(requests) else logits
-        weights = filtered_weights(own, [requests[i].params for i in drawing])
-        numbers = [uniform(requests[i].params.seed, requests[i].num_output_tokens) for i in drawing]
-        token_ids[rows] = draw(weights, numbers)
-    return token_ids, is_possible
+        drawn = _draw(logits, drawing, [requests[place] for place in drawing])
+        token_ids[on_device(drawing, logits)] = drawn
+    return token_ids, maxima.isfinite()
 
 
 def first_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -139,6 +139,10 @@ class Library:
         self.attend = function("moed_attend", *[Pointer] * 6)
         # arguments, layer, step, hidden, query, attended, keys, values
         self.attention = function("moed_attention", *[Pointer] * 7)
+        # arguments, seeds, output indices, how many, out
+        self.uniform = function("moed_uniform", Pointer, Pointer, Int, Pointer)
+        # arguments, logits, vocabulary, drawings, number of drawings, out
+        self.draw = function("moed_draw", Pointer, Int, Pointer, Int, Pointer)
 
 
 @cache

@@ -8,6 +8,7 @@
 
 #include "matmul.h"
 #include "attention.h"
+#include "draw.h"
 #include "pack.h"
 
 Pool pool;
@@ -260,6 +261,22 @@ void moed_attention(const Arguments* arguments, const AttentionLayer* layer, con
                     void* hidden, void* query, void* attended, void* keys, void* values) {
   BY_DTYPE(attention(arguments->num_threads, *layer, *step, (T*)hidden, (T*)query, (T*)attended,
                      (T*)keys, (T*)values))
+}
+
+void moed_uniform(const Arguments*, const uint64_t* seeds, const int64_t* output_indices,
+                  int64_t count, double* out) {
+  for (int64_t i = 0; i < count; i++) out[i] = uniform(seeds[i], output_indices[i]);
+}
+
+void moed_draw(const Arguments* arguments, const float* logits, int64_t vocab_size,
+               const Drawing* drawings, int64_t count, int64_t* ids) {
+  const bool is_much = count > 1 && count * vocab_size >= MANY_WEIGHTS;
+  Tasks tasks;
+  parallel(is_much ? arguments->num_threads : 1, [&](Team) {
+    tasks.each(count, [&](int64_t i) {
+      ids[i] = draw_token(logits + drawings[i].row * vocab_size, vocab_size, drawings[i]);
+    });
+  });
 }
 
 }  // extern "C"

@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,6 +15,7 @@ from tests.daemon import free_port
 
 START_S = 300.0
 STOP_S = 30.0
+LAST_BYTES = 2000
 VLLM = "{exe} serve {model} --port {port} --dtype bfloat16 --max-model-len {length}"
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -29,8 +31,9 @@ class Server:
         environment = {**os.environ, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(num_threads)}
         started = time.monotonic()
         self.url = url
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT
         )
         try:
             self._wait(url + probe)
@@ -43,14 +46,22 @@ class Server:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"{self.process.args!r} ended with {self.process.returncode}")
+                how = f"ended with {self.process.returncode}"
+                raise RuntimeError(f"{self.process.args!r} {how}: {self._last_words()}")
             try:
                 if httpx.get(probe, timeout=5).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
             time.sleep(0.05)
-        raise RuntimeError(f"{self.process.args!r} is not ready after {START_S:.0f} s")
+        raise RuntimeError(
+            f"{self.process.args!r} is not ready after {START_S:.0f} s: {self._last_words()}"
+        )
+
+    def _last_words(self) -> str:
+        """The end of what it printed."""
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LAST_BYTES))
+        return self._log.read().decode(errors="replace")
 
     def close(self) -> None:
         self.process.terminate()
@@ -59,6 +70,7 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._log.close()
 
     def __enter__(self) -> "Server":
         return self

@@ -6,14 +6,15 @@
 EXECUTABLE is vLLM's; a COMMAND of any other server holds {port}, and {model} if it wants one; what
 answers under a URL must serve the same model by itself. Both servers are up at once and take turns,
 so a noisy machine meets both alike: only ratios within one run compare. The first round warms up.
-A failed request gives no tokens, and is counted. `--history` appends the ratios to FILE, or to
-history.jsonl beside this file.
+A failed request gives no tokens, and is counted. Loads that the model is too short for are left
+out. `--history` appends the ratios to FILE, or to history.jsonl beside this file.
 """
 
 import argparse
 import asyncio
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -58,6 +59,11 @@ class Scenario:
     num_ranks: int = 1
     """Of moed; the peer has one."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of one request, all together."""
+        return self.num_prefix_tokens + self.num_input_tokens + self.num_output_tokens
+
 
 SCENARIOS = (
     Scenario("1 client", 1, 1.3),
@@ -70,6 +76,7 @@ SCENARIOS = (
 )
 # The load whose first token may not come later than the peer's.
 FIRST_TOKEN = "8 clients"
+RATE = "output_tokens_per_s"
 
 
 def measure(url: str, scenario: Scenario, vocab_size: int, part: int) -> dict[str, Any]:
@@ -125,7 +132,9 @@ def median_ratio(
     own, peer = ([value(row, figure) for row in rows] for rows in (ours, theirs))
     if not peer:
         return statistics.median(own), None, None
-    ratios = [a / b for a, b in zip(own, peer, strict=True) if b]
+    # Where nothing came from the peer, anything is infinitely more, and no time can be compared.
+    is_rate = figure == RATE
+    ratios = [a / b if b else math.inf for a, b in zip(own, peer, strict=True) if b or is_rate]
     ratio = statistics.median(ratios) if ratios else None
     return statistics.median(own), statistics.median(peer), ratio
 
@@ -143,9 +152,9 @@ def loads(table: Table, servers: dict[int, str], peer: str | None, given: "Given
         must = f">= {scenario.least_ratio * given.share:.2f}"
         table.line(
             f"{scenario.name}: tokens/s",
-            *median_ratio(ours, theirs, "output_tokens_per_s")[:2],
+            *median_ratio(ours, theirs, RATE)[:2],
             must,
-            median_ratio(ours, theirs, "output_tokens_per_s")[2],
+            median_ratio(ours, theirs, RATE)[2],
         )
         first = median_ratio(ours, theirs, "ttft_ms")
         must = "<= 1.00" if scenario.name == FIRST_TOKEN else ""
@@ -159,10 +168,10 @@ def starts(table: Table, given: "Given") -> None:
     """From the command to ready, one server at a time, in turn."""
     own, theirs = [], []
     for _ in range(NUM_STARTS):
-        with start_moed(given.model, 1, given.num_threads, MAX_MODEL_LEN) as server:
+        with given.start_moed(1) as server:
             own.append(server.ready_s)
         if given.peer is not None and not given.is_url:
-            with start_peer(given.peer, given.model, given.num_threads, MAX_MODEL_LEN) as server:
+            with given.start_peer(given.peer) as server:
                 theirs.append(server.ready_s)
     peer = statistics.median(theirs) if theirs else None
     table.line("start to ready, s", statistics.median(own), peer, "<= 0.10")
@@ -213,10 +222,17 @@ class Given:
     scenarios: tuple[Scenario, ...]
     share: float
     """Of each ratio that is asked of the mid checkpoint."""
+    max_model_len: int
 
     @property
     def is_url(self) -> bool:
         return self.peer is not None and self.peer.startswith("http")
+
+    def start_moed(self, num_ranks: int) -> Server:
+        return start_moed(self.model, num_ranks, self.num_threads, self.max_model_len)
+
+    def start_peer(self, peer: str) -> Server:
+        return start_peer(peer, self.model, self.num_threads, self.max_model_len)
 
 
 def run(given: Given) -> Table:
@@ -227,16 +243,10 @@ def run(given: Given) -> Table:
     starts(table, given)
     with ExitStack() as stack:
         sizes = sorted({scenario.num_ranks for scenario in given.scenarios})
-        servers = {
-            size: stack.enter_context(
-                start_moed(given.model, size, given.num_threads, MAX_MODEL_LEN)
-            )
-            for size in sizes
-        }
+        servers = {size: stack.enter_context(given.start_moed(size)) for size in sizes}
         peer = given.peer
         if peer is not None and not given.is_url:
-            started = start_peer(peer, given.model, given.num_threads, MAX_MODEL_LEN)
-            peer = stack.enter_context(started).url
+            peer = stack.enter_context(given.start_peer(peer)).url
         loads(table, {size: server.url for size, server in servers.items()}, peer, given)
         if servers:
             memory(table, servers[sizes[-1]])
@@ -253,7 +263,7 @@ def keep(table: Table, given: Given, model: str, history: Path) -> None:
         "commit": commit,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {_cpu_name()}",
         "model": model,
-        "peer": None if given.peer is None else Path(given.peer.split()[0]).name,
+        "peer": given.peer and (given.peer if given.is_url else Path(given.peer.split()[0]).name),
         "rounds": given.rounds,
         "figures": table.kept,
     }
@@ -279,6 +289,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     words = [word for word in arguments.only.split(",") if word]
     scenarios = tuple(s for s in SCENARIOS if not words or any(word in s.name for word in words))
+    if not scenarios:
+        names = ", ".join(repr(scenario.name) for scenario in SCENARIOS)
+        parser.error(f"--only {arguments.only!r}: no load has such a name; there are {names}")
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model
         if model in SHAPES:
@@ -286,13 +299,16 @@ def main() -> None:
             model = folder
         elif model == "bundled":
             model = str(bundled_checkpoint())
+        config = json.loads((Path(model) / "config.json").read_text())
+        max_model_len = min(MAX_MODEL_LEN, config["max_position_embeddings"])
         given = Given(
             model=model,
-            vocab_size=json.loads((Path(model) / "config.json").read_text())["vocab_size"],
+            vocab_size=config["vocab_size"],
             peer=arguments.peer or None,
             rounds=arguments.rounds,
             num_threads=arguments.threads,
-            scenarios=scenarios,
+            scenarios=tuple(s for s in scenarios if s.num_tokens <= max_model_len),
+            max_model_len=max_model_len,
             share=1.0 if arguments.model == "mid" else 0.9,
         )
         table = run(given)

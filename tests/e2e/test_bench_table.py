@@ -1,6 +1,7 @@
 """The table of speeds: it runs on a small load, and what it keeps can be read back."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def given(peer: str | None) -> Given:
-    return Given("model", 100, peer, rounds=3, num_threads=2, scenarios=(), share=1.0)
+    return Given(
+        "model", 100, peer, rounds=3, num_threads=2, scenarios=(), share=1.0, max_model_len=100
+    )
 
 
 def test_ratio_is_the_median_of_the_rounds() -> None:
@@ -22,6 +25,21 @@ def test_ratio_is_the_median_of_the_rounds() -> None:
     # Ratios 0.5, 3 and 0.5; of the medians alone it would be 1.
     assert median_ratio(ours, theirs, "ttft_ms") == (30.0, 30.0, 0.5)
     assert median_ratio(ours, [], "ttft_ms") == (30.0, None, None)
+
+
+def test_round_in_which_the_peer_served_nothing_counts_for_moed() -> None:
+    figures = ("output_tokens_per_s", "ttft_ms")
+    ours = [{figure: value for figure in figures} for value in (10.0, 30.0, 20.0)]
+    theirs = [{figure: value for figure in figures} for value in (0.0, 0.0, 40.0)]
+    assert median_ratio(ours, theirs, "output_tokens_per_s") == (20.0, 0.0, math.inf)
+    assert median_ratio(ours, theirs, "ttft_ms") == (20.0, 0.0, 0.5)
+
+
+def test_load_that_no_scenario_is_called_is_refused() -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.table", "--only", "9 clients"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "'9 clients'" in done.stderr and "'8 clients'" in done.stderr
 
 
 def test_history_grows_by_a_line_with_ratios_or_own_figures(tmp_path: Path) -> None:
