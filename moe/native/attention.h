@@ -229,12 +229,12 @@ inline std::vector<Piece> parts_of(const AttentionLayer& layer, const StepState&
   return parts;
 }
 
-// All tokens of all heads. Each thread of a team calls it; nothing waits at the end.
+// All tokens of all heads.
 template <class T>
-void attend_all(Tasks& tasks, const std::vector<Piece>& parts, const AttentionLayer& layer,
+void attend_all(int num_threads, const std::vector<Piece>& parts, const AttentionLayer& layer,
                 const StepState& step, const T* query, const T* keys, const T* values, T* out) {
   const int64_t num_parts = parts.size();
-  tasks.each(num_parts * layer.num_kv_heads, [&](int64_t task) {
+  team().each(num_threads, num_parts * layer.num_kv_heads, [&](int64_t task) {
     // The last first: they see most, and nobody should wait for one of them in the end.
     const Piece& part = parts[num_parts - 1 - task / layer.num_kv_heads];
     attend(layer, step, step.tables + part.request * step.table_width, part.row, part.num_tokens,
@@ -253,35 +253,28 @@ void attention(int num_threads, const AttentionLayer& layer, const StepState& st
   T* normed = scratch<T, 0>(num_tokens * size);
   T* states = scratch<T, 1>(num_tokens * width);
   const std::vector<Piece> parts = parts_of(layer, step);
-  Tasks norms, products, turns, attends, outputs;
-  parallel(num_threads, [&](Team team) {
-    norms.each(num_tokens, [&](int64_t token) {
-      norm_row(hidden + token * size, static_cast<const T*>(layer.input_norm), size, layer.eps,
-               normed + token * size);
-    });
-    team.barrier();
-    multiply(products, layer.qkv, normed, num_tokens,
-             [&](int64_t row, int64_t column, const float* sums, int count) {
-               convert(sums, states + row * width + column, count);
-             });
-    team.barrier();
-    turns.each(num_tokens, [&](int64_t token) {
-      finish_heads(layer, step, token, states + token * width, query + token * query_size, keys,
-                   values);
-    });
-    team.barrier();
-    attend_all(attends, parts, layer, step, query, keys, values, attended);
-    team.barrier();
-    multiply(outputs, layer.output, attended, num_tokens,
-             [&](int64_t row, int64_t column, const float* sums, int count) {
-               T* to = hidden + row * size + column;
-               T part[PANEL_SIZE];
-               convert(sums, part, count);
-               int i = 0;
-               for (; i + LANES <= count; i += LANES)
-                 store(to + i, load(to + i) + load(part + i) * layer.residual_scale);
-               for (; i < count; i++)
-                 store_one(to + i, to_float(to[i]) + to_float(part[i]) * layer.residual_scale);
-             });
+  team().each_row(num_threads, num_tokens, [&](int64_t token) {
+    norm_row(hidden + token * size, static_cast<const T*>(layer.input_norm), size, layer.eps,
+             normed + token * size);
   });
+  multiply(num_threads, layer.qkv, normed, num_tokens,
+           [&](int64_t row, int64_t column, const float* sums, int count) {
+             convert(sums, states + row * width + column, count);
+           });
+  team().each_row(num_threads, num_tokens, [&](int64_t token) {
+    finish_heads(layer, step, token, states + token * width, query + token * query_size, keys,
+                 values);
+  });
+  attend_all(num_threads, parts, layer, step, query, keys, values, attended);
+  multiply(num_threads, layer.output, attended, num_tokens,
+           [&](int64_t row, int64_t column, const float* sums, int count) {
+             T* to = hidden + row * size + column;
+             T part[PANEL_SIZE];
+             convert(sums, part, count);
+             int i = 0;
+             for (; i + LANES <= count; i += LANES)
+               store(to + i, load(to + i) + load(part + i) * layer.residual_scale);
+             for (; i < count; i++)
+               store_one(to + i, to_float(to[i]) + to_float(part[i]) * layer.residual_scale);
+           });
 }

@@ -25,8 +25,6 @@ INSTRUCTION_SETS = (
     ("kernels_avx512", "AVX-512", AVX512),
     ("kernels_avx2", "AVX2", ("avx2", "fma3")),
 )
-# torch's OpenMP, which torch itself makes known to the whole process.
-POOL_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 FOLDER = Path(__file__).parent
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -107,15 +105,9 @@ class Library:
     """The functions of one file, which release the GIL. Pointers must stay valid during a call."""
 
     def __init__(self, path: Path, instruction_set: str) -> None:
-        """Raises `OSError` or `AttributeError` where the file or torch's OpenMP is not as built
-        for.
-        """
+        """Raises `OSError` or `AttributeError` where the file is not as built for."""
         self.instruction_set = instruction_set
-        own, process = ctypes.CDLL(str(path)), ctypes.CDLL(None)
-        own.moed_use_pool.argtypes = [Pointer] * len(POOL_FUNCTIONS)
-        own.moed_use_pool(
-            *(ctypes.cast(getattr(process, name), Pointer) for name in POOL_FUNCTIONS)
-        )
+        own = ctypes.CDLL(str(path))
 
         def function(name: str, *arguments: Any) -> Callable[..., None]:
             found = getattr(own, name)

@@ -11,19 +11,14 @@
 #include "draw.h"
 #include "pack.h"
 
-Pool pool;
-
 // --- One product ------------------------------------------------------------------------------
 
 template <class T, class Out>
 void linear(int num_threads, const Matrix& weight, const T* input, int64_t num_rows, Out* out) {
-  Tasks tasks;
-  parallel(num_threads, [&](Team) {
-    multiply(tasks, weight, input, num_rows,
-             [&](int64_t row, int64_t column, const float* sums, int count) {
-               convert(sums, out + row * weight.num_outputs + column, count);
-             });
-  });
+  multiply(num_threads, weight, input, num_rows,
+           [&](int64_t row, int64_t column, const float* sums, int count) {
+             convert(sums, out + row * weight.num_outputs + column, count);
+           });
 }
 
 // --- Router -----------------------------------------------------------------------------------
@@ -63,7 +58,6 @@ void route(int num_threads, const RouterLayer& layer, const T* hidden, int64_t n
   const int64_t size = layer.weight.num_inputs, num_experts = layer.weight.num_outputs;
   const int64_t width = layer.weight.num_groups() * LANES;
   const T* bias = static_cast<const T*>(layer.weight.bias);
-  Tasks tasks;
   auto some_rows = [&](int64_t task) {
     const int64_t start = task * MAX_ROWS;
     const int count = int(std::min<int64_t>(MAX_ROWS, num_tokens - start));
@@ -92,7 +86,7 @@ void route(int num_threads, const RouterLayer& layer, const T* hidden, int64_t n
              ids + (start + r) * layer.top_k);
   };
   const int64_t num_tasks = (num_tokens + MAX_ROWS - 1) / MAX_ROWS;
-  parallel(num_tasks > 1 ? num_threads : 1, [&](Team) { tasks.each(num_tasks, some_rows); });
+  team().each(num_threads, num_tasks, some_rows);
 }
 
 // --- Experts ----------------------------------------------------------------------------------
@@ -145,50 +139,45 @@ void experts(int num_threads, const ExpertLayer& layer, const T* hidden, const i
   // A panel of gate and up has PANEL groups in all.
   const int64_t up_panels = (2 * size_groups + PANEL - 1) / PANEL;
   const int64_t down_panels = (groups + PANEL - 1) / PANEL;
-  Tasks first, second, third;
-  parallel(num_pairs ? num_threads : 1, [&](Team team) {
-    first.each(num_parts * up_panels, [&](int64_t task) {
-      const Part& part = parts[task / up_panels];
-      const Matrix gate_up{static_cast<const T*>(layer.gate_up) +
-                               part.expert * 2 * size_groups * LANES * width,
-                           nullptr, 2 * size_groups * LANES, width};
-      float sums[ROWS_OF_TASK * PANEL_SIZE];
-      const int64_t start = task % up_panels * PANEL;
-      const int columns = panel(gate_up, row_of + part.first, part.count, start, sums);
-      for (int r = 0; r < part.count; r++)
-        for (int i = 0; i < columns; i += 2 * LANES) {
-          const float* own = sums + r * PANEL_SIZE + i;
-          const int64_t column = (start * LANES + i) / 2;
-          store(active + (part.first + r) * size + column, silu(load(own)) * load(own + LANES),
-                int(std::min<int64_t>(LANES, size - column)));
-        }
-    });
-    team.barrier();
-    second.each(num_parts * down_panels, [&](int64_t task) {
-      const Part& part = parts[task / down_panels];
-      const Matrix down{static_cast<const T*>(layer.down) + part.expert * groups * LANES * size,
-                        nullptr, width, size};
-      float sums[ROWS_OF_TASK * PANEL_SIZE];
-      const int64_t start = task % down_panels * PANEL;
-      const int columns = panel(down, active_rows + part.first, part.count, start, sums);
-      for (int r = 0; r < part.count; r++)
-        std::copy(sums + r * PANEL_SIZE, sums + r * PANEL_SIZE + columns,
-                  results + (part.first + r) * width + start * LANES);
-    });
-    team.barrier();
-    third.each(num_rows, [&](int64_t row) {
-      for (int64_t column = 0; column < width; column += LANES) {
-        Vec total{};
-        const int count = int(std::min<int64_t>(LANES, width - column));
-        for (int64_t k = row * top_k; k < (row + 1) * top_k; k++) {
-          if (place_of[k] < 0) continue;
-          Vec result{};
-          memcpy(&result, results + place_of[k] * width + column, count * sizeof(float));
-          total += result * (weights ? weights[k] : 1.0f);
-        }
-        store(out + row * width + column, total, count);
+  team().each(num_threads, num_parts * up_panels, [&](int64_t task) {
+    const Part& part = parts[task / up_panels];
+    const Matrix gate_up{static_cast<const T*>(layer.gate_up) +
+                             part.expert * 2 * size_groups * LANES * width,
+                         nullptr, 2 * size_groups * LANES, width};
+    float sums[ROWS_OF_TASK * PANEL_SIZE];
+    const int64_t start = task % up_panels * PANEL;
+    const int columns = panel(gate_up, row_of + part.first, part.count, start, sums);
+    for (int r = 0; r < part.count; r++)
+      for (int i = 0; i < columns; i += 2 * LANES) {
+        const float* own = sums + r * PANEL_SIZE + i;
+        const int64_t column = (start * LANES + i) / 2;
+        store(active + (part.first + r) * size + column, silu(load(own)) * load(own + LANES),
+              int(std::min<int64_t>(LANES, size - column)));
       }
-    });
+  });
+  team().each(num_threads, num_parts * down_panels, [&](int64_t task) {
+    const Part& part = parts[task / down_panels];
+    const Matrix down{static_cast<const T*>(layer.down) + part.expert * groups * LANES * size,
+                      nullptr, width, size};
+    float sums[ROWS_OF_TASK * PANEL_SIZE];
+    const int64_t start = task % down_panels * PANEL;
+    const int columns = panel(down, active_rows + part.first, part.count, start, sums);
+    for (int r = 0; r < part.count; r++)
+      std::copy(sums + r * PANEL_SIZE, sums + r * PANEL_SIZE + columns,
+                results + (part.first + r) * width + start * LANES);
+  });
+  team().each_row(num_threads, num_rows, [&](int64_t row) {
+    for (int64_t column = 0; column < width; column += LANES) {
+      Vec total{};
+      const int count = int(std::min<int64_t>(LANES, width - column));
+      for (int64_t k = row * top_k; k < (row + 1) * top_k; k++) {
+        if (place_of[k] < 0) continue;
+        Vec result{};
+        memcpy(&result, results + place_of[k] * width + column, count * sizeof(float));
+        total += result * (weights ? weights[k] : 1.0f);
+      }
+      store(out + row * width + column, total, count);
+    }
   });
 }
 
@@ -209,11 +198,6 @@ struct Arguments {
 
 extern "C" {
 
-void moed_use_pool(void* parallel, void* thread_number, void* num_threads, void* barrier) {
-  pool = {ParallelFunction(parallel), NumberFunction(thread_number), NumberFunction(num_threads),
-          BarrierFunction(barrier)};
-}
-
 void moed_pack(const Arguments*, const void* from, int64_t row_bytes, int64_t num_rows,
                int64_t num_units, void* to, int64_t group_bytes) {
   pack((const char*)from, row_bytes, num_rows, num_units, (char*)to, group_bytes);
@@ -226,11 +210,8 @@ void moed_linear(const Arguments* arguments, const Matrix* weight, const void* i
 
 void moed_norm(const Arguments* arguments, const void* input, const void* weight, int64_t num_rows,
                int64_t size, float eps, void* out) {
-  Tasks tasks;
-  BY_DTYPE(parallel(num_rows > 8 ? arguments->num_threads : 1, [&](Team) {
-    tasks.each(num_rows, [&](int64_t row) {
-      norm_row((const T*)input + row * size, (const T*)weight, size, eps, (T*)out + row * size);
-    });
+  BY_DTYPE(team().each_row(arguments->num_threads, num_rows, [&](int64_t row) {
+    norm_row((const T*)input + row * size, (const T*)weight, size, eps, (T*)out + row * size);
   }))
 }
 
@@ -250,11 +231,8 @@ void moed_experts(const Arguments* arguments, const ExpertLayer* layer, const vo
 void moed_attend(const Arguments* arguments, const AttentionLayer* layer, const StepState* step,
                  const void* query, const void* keys, const void* values, void* out) {
   const std::vector<Piece> parts = parts_of(*layer, *step);
-  Tasks tasks;
-  BY_DTYPE(parallel(arguments->num_threads, [&](Team) {
-    attend_all(tasks, parts, *layer, *step, (const T*)query, (const T*)keys, (const T*)values,
-               (T*)out);
-  }))
+  BY_DTYPE(attend_all(arguments->num_threads, parts, *layer, *step, (const T*)query,
+                      (const T*)keys, (const T*)values, (T*)out))
 }
 
 void moed_attention(const Arguments* arguments, const AttentionLayer* layer, const StepState* step,
@@ -271,11 +249,8 @@ void moed_uniform(const Arguments*, const uint64_t* seeds, const int64_t* output
 void moed_draw(const Arguments* arguments, const float* logits, int64_t vocab_size,
                const Drawing* drawings, int64_t count, int64_t* ids) {
   const bool is_much = count > 1 && count * vocab_size >= MANY_WEIGHTS;
-  Tasks tasks;
-  parallel(is_much ? arguments->num_threads : 1, [&](Team) {
-    tasks.each(count, [&](int64_t i) {
-      ids[i] = draw_token(logits + drawings[i].row * vocab_size, vocab_size, drawings[i]);
-    });
+  team().each(is_much ? arguments->num_threads : 1, count, [&](int64_t i) {
+    ids[i] = draw_token(logits + drawings[i].row * vocab_size, vocab_size, drawings[i]);
   });
 }
 

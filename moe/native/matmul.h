@@ -86,14 +86,13 @@ __attribute__((noinline)) int panel(const Matrix& weight, const T* const* rows, 
 }
 
 // All rows of `input` [num_rows, K] with all of `weight`, and its bias:
-// put(row, first column, sums, number of columns). Each thread of a team calls it; nothing waits at
-// the end.
+// put(row, first column, sums, number of columns).
 template <class T, class Put>
-void multiply(Tasks& tasks, const Matrix& weight, const T* input, int64_t num_rows, Put put) {
+void multiply(int num_threads, const Matrix& weight, const T* input, int64_t num_rows, Put put) {
   const int64_t num_panels = (weight.num_groups() + PANEL - 1) / PANEL;
   const int64_t num_parts = (num_rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
   const T* bias = static_cast<const T*>(weight.bias);
-  tasks.each(num_panels * num_parts, [&](int64_t task) {
+  team().each(num_threads, num_panels * num_parts, [&](int64_t task) {
     const int64_t first = task / num_parts * PANEL, start = task % num_parts * ROWS_OF_TASK;
     const int count = int(num_rows - start < ROWS_OF_TASK ? num_rows - start : ROWS_OF_TASK);
     const T* rows[ROWS_OF_TASK];
