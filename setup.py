@@ -38,27 +38,27 @@ class build_native(build_ext):
 
 
 def extensions() -> list[Extension]:
-    made = []
-    if platform.system() == "Linux":
-        made.append(
-            Extension(
-                "moed.dist.host.exchange",
-                ["dist/host/exchange.cpp"],
-                extra_compile_args=COMMON,
-                extra_link_args=["-s"],
-                language="c++",
-                optional=True,
-            )
+    if platform.system() != "Linux":
+        return []
+    made = [
+        Extension(
+            "moed.dist.host.exchange",
+            ["dist/host/exchange.cpp"],
+            extra_compile_args=COMMON,
+            extra_link_args=["-s"],
+            language="c++",
+            optional=True,
         )
-    if platform.machine().lower() not in ("x86_64", "amd64") or os.name != "posix":
+    ]
+    if platform.machine().lower() not in ("x86_64", "amd64"):
         return made
     return made + [
         Extension(
             f"moed.moe.native.{name}",
             ["moe/native/kernels.cpp"],
             depends=HEADERS,
-            extra_compile_args=COMMON + flags,
-            extra_link_args=["-s"],
+            extra_compile_args=[*COMMON, "-pthread", *flags],
+            extra_link_args=["-s", "-pthread"],
             language="c++",
             optional=True,
         )

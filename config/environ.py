@@ -19,6 +19,13 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def let_waiting_threads_sleep() -> None:
+    """For torch's OpenMP; call it before torch is imported. By default its threads wait in a loop,
+    and where others want the cores too, all of them then wait for one that does not get any.
+    """
+    set_default("OMP_WAIT_POLICY", "passive")
+
+
 def hub_token() -> str | None:
     """`HF_TOKEN`, for models of the Hub that are private or gated."""
     return os.environ.get("HF_TOKEN") or None

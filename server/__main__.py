@@ -105,10 +105,12 @@ def _plan(command: Command) -> int:
 
 
 def _serve(command: Command) -> int:
+    from moed.config.environ import let_waiting_threads_sleep
     from moed.dist.launch import detect_torchrun
     from moed.server.logs import setup_logging
 
     assert command.settings is not None
+    let_waiting_threads_sleep()
     setup_logging("launcher", command.settings.log_level, command.settings.log_format)
     settings, origins, environment = command.settings, command.origins, detect_torchrun()
     if environment is not None:

@@ -4,9 +4,14 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
-from tests.worker_pool import WorkerPool
+from moed.config.environ import let_waiting_threads_sleep
+
+# As in a daemon; read when torch is imported.
+let_waiting_threads_sleep()
+import torch  # noqa: E402
+
+from tests.worker_pool import WorkerPool  # noqa: E402
 
 # Read when triton is imported, which `transformers` does too: so before any test module is.
 if not torch.cuda.is_available():
