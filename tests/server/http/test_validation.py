@@ -433,6 +433,29 @@ def test_unknown_paths(served: Served, path: str, method: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", CHAT),
+        ("POST", "/v1/v1/chat/completions", CHAT),
+        ("POST", "//v1//chat/completions/", CHAT),
+        ("GET", "/models", "/v1/models"),
+        ("GET", "/models/tiny", "/v1/models/tiny"),
+        ("GET", "/metrics/", "/metrics"),
+        ("GET", "/chat/completions", None),
+        ("POST", "/v1/embeddings", None),
+        ("GET", "/v1" * 1000, None),
+        ("GET", "/", None),
+    ],
+)
+def test_a_path_that_is_nearly_right_is_told(
+    served: Served, method: str, path: str, meant: str | None
+) -> None:
+    error = check(served.http.request(method, f"{served.url}{path}"), 404, None)
+    assert ("did you mean" in error["message"]) == (meant is not None)
+    assert meant is None or f"did you mean {meant}?" in error["message"]
+
+
+@pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
         ("GET", COMPLETIONS, "POST"),
