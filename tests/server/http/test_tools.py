@@ -275,11 +275,18 @@ def test_one_call_where_parallel_ones_are_not_wanted(hermes: Served) -> None:
     assert put_together(hermes.stream(PATH, **body)) == flat(choice)
 
 
+def some_of(mode: str, *names: str) -> dict[str, Any]:
+    """`tool_choice` among tools by their names."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("choice", "allowed", "forbidden"),
     [
         ("required", ["get_weather", "now"], []),
         ({"type": "function", "function": {"name": "now"}}, ["now"], ["get_weather"]),
+        (some_of("required", "now"), ["now"], ["get_weather"]),
     ],
 )
 def test_enforced_calls_reach_the_engine_as_a_grammar(
@@ -292,6 +299,27 @@ def test_enforced_calls_reach_the_engine_as_a_grammar(
         assert f'\\"name\\": \\"{name}\\"' in json.loads(grammar)["grammars"][1]["lark_grammar"]
     for name in forbidden:
         assert name not in grammar
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/responses"])
+def test_the_model_is_told_of_the_tools_that_it_may_choose_from(
+    tmp_path: pathlib.Path, path: str
+) -> None:
+    template = CHATML + "{# <tool_call> #}{% for tool in tools or [] %}{{ tool }}{% endfor %}"
+    choice, tools, said = some_of("auto", "now"), TOOL_LIST, "messages"
+    if path == "/v1/responses":
+        named = [{"type": "function", "name": "now"}]
+        choice, said = {"type": "allowed_tools", "mode": "auto", "tools": named}, "input"
+        tools = [{"type": "function", **tool["function"]} for tool in TOOL_LIST]
+    with serve(checkpoint_of(tmp_path / "told", template, ())) as served:
+        tokenizer = Tokenizer.from_file(served.config.model.path + "/tokenizer.json")
+        body = {said: USER, "tools": tools}
+        for some, names in ((choice, {"now"}), ("auto", set(TOOLS))):
+            response = served.post(path, {**body, "tool_choice": some})
+            assert response.status_code == 200, response.text
+            prompt = tokenizer.decode(served.last_request.prompt_token_ids)
+            assert {name for name in TOOLS if name in prompt} == names
+            assert served.last_request.params.grammar is None
 
 
 def test_auto_is_free(hermes: Served) -> None:

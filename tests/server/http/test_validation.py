@@ -304,7 +304,12 @@ def test_bad_tools(served: Served, tools: Any) -> None:
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.mark.parametrize("choice", ["required", TOOL])
+SOME: dict[str, Any] = {"mode": "auto", "tools": [TOOL]}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", TOOL, {"type": "allowed_tools", "allowed_tools": SOME}], ids=str
+)
 def test_forced_tools_need_tools(served: Served, choice: Any) -> None:
     nothing: list[dict[str, Any]] = [{}, {"tools": None}, {"tools": []}]
     for tools in nothing:
@@ -312,7 +317,11 @@ def test_forced_tools_need_tools(served: Served, choice: Any) -> None:
         assert "tools" in check(response, 400, "tool_choice", "invalid_value")["message"]
 
 
-BAD_CHOICES = ["any", 5, [], {}, {"type": "function"}, {"type": "function", "function": {}}]
+BAD_CHOICES: list[Any] = [
+    *("any", 5, [], {}, {"type": "function"}, {"type": "function", "function": {}}),
+    *({"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": {**SOME, "mode": "x"}}),
+    {"type": "allowed_tools", "allowed_tools": {**SOME, "tools": []}},
+]
 
 
 @pytest.mark.parametrize("choice", BAD_CHOICES, ids=str)
@@ -323,8 +332,10 @@ def test_bad_tool_choice(served: Served, choice: Any) -> None:
 
 def test_named_tool_must_be_there(served: Served) -> None:
     named = {"type": "function", "function": {"name": "g" * 5000}}
-    response = served.post(CHAT, {"messages": USER, "tool_choice": named, "tools": [TOOL]})
-    assert "f" in check(response, 400, "tool_choice", "invalid_value")["message"]
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL, named]}}
+    for choice in (named, some):
+        response = served.post(CHAT, {"messages": USER, "tool_choice": choice, "tools": [TOOL]})
+        assert "f" in check(response, 400, "tool_choice", "invalid_value")["message"]
 
 
 def test_forced_tools_need_a_known_format(served: Served) -> None:
