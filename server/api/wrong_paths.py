@@ -17,5 +17,5 @@ def meant_path(routes: Sequence[BaseRoute], method: str, path: str) -> str:
     for meant in (clean, VERSION + clean):
         scope = {"type": "http", "method": method, "path": meant, "root_path": ""}
         if any(route.matches(scope)[0] is Match.FULL for route in routes):
-            return f"; did you mean {meant}? A client's base URL ends with {VERSION}"
+            return f"; did you mean {meant}?"
     return ""
