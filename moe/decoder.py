@@ -33,7 +33,7 @@ from moed.moe.linear import Linear
 from moed.moe.mla import LatentAttention
 from moed.moe.native.attention import HeadSizes, NativeAttention, NativeStep, can_attend
 from moed.moe.norm import Norm, rms_norm
-from moed.moe.part_times import Part, timed
+from moed.moe.part_times import Part
 from moed.moe.rotary import Tables
 
 
@@ -211,12 +211,14 @@ class Decoder:
         scale = features.residual_scale
         step = self._step(batch, kv_cache, hidden.dtype)
         routed = iter(() if batch.routed_experts is None else batch.routed_experts.unbind(1))
+        times, with_attention = batch.times, self._with_attention
+        if times is not None:
+            with_attention = times.timing(Part.ATTENTION, with_attention)
         for index, layer in enumerate(self._layers):
-            with timed(batch.times, Part.ATTENTION):
-                hidden = self._with_attention(index, layer, hidden, step)
+            hidden = with_attention(index, layer, hidden, step)
             normed = layer.post_attention_norm(hidden)
             if isinstance(layer.mlp, FusedMoE):
-                added = layer.mlp(normed, dp_metadata, next(routed, None), batch.times)
+                added = layer.mlp(normed, dp_metadata, next(routed, None), times)
             else:
                 part = swiglu(normed, layer.mlp.gate_up, layer.mlp.down)
                 added = self._tensor_parallel.sum(part)

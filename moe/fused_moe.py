@@ -1,15 +1,17 @@
 """One MoE layer: route, dispatch, experts, combine, once each, whatever the number of rows."""
 
+from collections.abc import Callable
+
 import torch
 
 from moed.config.engine_config import FusedMoEConfig
 from moed.config.errors import ConfigError, TokenBudgetExceeded
-from moed.dist.all2all.base import All2AllBackend
+from moed.dist.all2all.base import All2AllBackend, Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.placement import SlotMap
 from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.experts import Experts
-from moed.moe.part_times import Part, PartTimes, timed
+from moed.moe.part_times import Part, PartTimes
 from moed.moe.router import Router
 from moed.moe.shared_experts import SharedExperts, SharedRun
 
@@ -89,13 +91,15 @@ class FusedMoE:
         if self._router.spec.weighs_input:
             own, weights = own * weights.to(own.dtype), torch.ones_like(weights)
         by_backend = self._backend.capabilities.applies_router_weights
-        slots = self._slots.to_slots(ids)
-        with timed(times, Part.DISPATCH):
-            dispatched = self._backend.dispatch(own, slots, weights, dp_metadata)
-        with timed(times, Part.EXPERTS):
-            output = self._experts(dispatched, not (by_backend or self._router.spec.weighs_input))
-        with timed(times, Part.COMBINE):
-            return self._backend.combine(output, dispatched)
+        dispatch, combine = self._backend.dispatch, self._backend.combine
+        experts: Callable[[Dispatched, bool], torch.Tensor] = self._experts
+        if times is not None:
+            dispatch = times.timing(Part.DISPATCH, dispatch)
+            experts = times.timing(Part.EXPERTS, experts)
+            combine = times.timing(Part.COMBINE, combine)
+        dispatched = dispatch(own, self._slots.to_slots(ids), weights, dp_metadata)
+        output = experts(dispatched, not (by_backend or self._router.spec.weighs_input))
+        return combine(output, dispatched)
 
     def _drop_fill(self, ids: torch.Tensor, num_rows: int, padding: torch.Tensor | None) -> None:
         """Rows that only fill up a member's share, or a graph's bucket (`padding` [num_rows] bool),

@@ -1,9 +1,11 @@
 """How long the parts of a step's layers take, in steps where somebody asks."""
 
-import contextlib
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Part(StrEnum):
@@ -19,14 +21,6 @@ class Part(StrEnum):
 class PartTimes(Protocol):
     """Takes one step's times."""
 
-    def of(self, part: Part) -> AbstractContextManager[None]:
-        """What happens inside is `part` of the next layer. Never waits for the device."""
+    def timing(self, part: Part, call: Callable[P, R]) -> Callable[P, R]:
+        """`call`, each of whose calls is `part` of one layer. Never waits for the device."""
         ...
-
-
-_NOBODY = contextlib.nullcontext()
-
-
-def timed(times: PartTimes | None, part: Part) -> AbstractContextManager[None]:
-    """`times.of(part)`, which costs next to nothing where nobody asks."""
-    return _NOBODY if times is None else times.of(part)

@@ -4,14 +4,13 @@ On a CPU the clock is looked at. On a GPU events are recorded, and read when the
 nothing waits for them. A step that replays a CUDA graph gives nothing: its parts are one.
 """
 
-import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from moed.moe.part_times import Part, PartTimes
+from moed.moe.part_times import P, Part, PartTimes, R
 from moed.server.histogram import Histogram
 from moed.server.metric_buckets import PART_S
 from moed.server.phases import GROUP_PHASES, IDLE
@@ -39,12 +38,16 @@ class HostTimes:
     def __init__(self) -> None:
         self._seconds: list[tuple[Part, float]] = []
 
-    @contextlib.contextmanager
-    def of(self, part: Part) -> Iterator[None]:
+    def timing(self, part: Part, call: Callable[P, R]) -> Callable[P, R]:
         """See `PartTimes`."""
-        started = time.perf_counter()
-        yield
-        self._seconds.append((part, time.perf_counter() - started))
+
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            started = time.perf_counter()
+            result = call(*args, **kwargs)
+            self._seconds.append((part, time.perf_counter() - started))
+            return result
+
+        return timed
 
     def seconds(self) -> list[tuple[Part, float]]:
         return self._seconds
@@ -56,14 +59,18 @@ class DeviceTimes:
     def __init__(self) -> None:
         self._events: list[tuple[Part, torch.cuda.Event, torch.cuda.Event]] = []
 
-    @contextlib.contextmanager
-    def of(self, part: Part) -> Iterator[None]:
+    def timing(self, part: Part, call: Callable[P, R]) -> Callable[P, R]:
         """See `PartTimes`."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        yield
-        end.record()
-        self._events.append((part, begin, end))
+
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            result = call(*args, **kwargs)
+            end.record()
+            self._events.append((part, begin, end))
+            return result
+
+        return timed
 
     @property
     def is_complete(self) -> bool:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from moed.moe.part_times import Part, timed
+from moed.moe.part_times import Part, PartTimes
 from moed.server.messages import AddRequest, RankStats, SamplingParams, StepDurations
 from moed.server.metric_buckets import STEP_S
 from moed.server.part_times import SAMPLE_EVERY, PartSamples
@@ -89,6 +89,12 @@ def stats(rank: int, num_running: int) -> RankStats:
     return RankStats(**{**counts, "rank": rank, "num_running": num_running})
 
 
+def call(times: PartTimes | None, part: Part) -> None:
+    """`part` of one layer, which adds two numbers."""
+    if times is not None:
+        assert times.timing(part, lambda a, b: a + b)(2, b=3) == 5
+
+
 def test_parts_of_a_step_now_and_then_are_told_by_phase() -> None:
     """Of each phase of the group, the first step and then each 64th."""
     sent: list[StepDurations] = []
@@ -100,10 +106,8 @@ def test_parts_of_a_step_now_and_then_are_told_by_phase() -> None:
         asked = samples.begin("decode", "prefill" if number == 0 else "decode")
         sampled += [number] if asked is not None else []
         for _ in range(3):  # layers
-            with timed(asked, Part.ATTENTION), timed(None, Part.ATTENTION):
-                pass
-            with timed(asked, Part.DISPATCH):
-                pass
+            call(asked, Part.ATTENTION)
+            call(asked, Part.DISPATCH)
         times.on_step("decode", 0.0, 0.0)
     assert sampled == [0, 1, 1 + SAMPLE_EVERY]
     times.before_sleep()
@@ -136,8 +140,7 @@ def test_a_rank_without_tokens_attends_to_nothing() -> None:
     samples = PartSamples(CPU)
     asked = samples.begin("idle", "decode")
     for part in Part:
-        with timed(asked, part):
-            pass
+        call(asked, part)
     samples.collect()
     counts = {part: sum(samples.histograms[part]["decode"].counts) for part in Part}
     assert counts == {part: int(part is not Part.ATTENTION) for part in Part}
@@ -168,8 +171,7 @@ def test_a_device_is_asked_later_and_never_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     samples = PartSamples(torch.device("cuda"))
     experts = samples.histograms[Part.EXPERTS]["prefill"]
-    with timed(samples.begin("prefill", "prefill"), Part.EXPERTS):
-        pass
+    call(samples.begin("prefill", "prefill"), Part.EXPERTS)
     samples.collect()
     # While one is on its way, no other begins.
     assert sum(experts.counts) == 0 and samples.begin("decode", "decode") is None
