@@ -35,7 +35,7 @@ class RankState(IntEnum):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One rank's entry in the step's gather: seven int64."""
+    """One rank's entry in the step's gather: eight int64."""
 
     step_id: int
     num_tokens: int
@@ -43,6 +43,8 @@ class StepRecord:
     wake_number: int
     graph: GraphShape
     """The CUDA graph that this rank could replay, or `EAGER`."""
+    has_prompts: bool
+    """Some of its tokens are of prompts."""
     config_digest: int
 
     def to_ints(self) -> list[int]:
@@ -53,17 +55,20 @@ class StepRecord:
             self.wake_number,
             self.graph.num_rows,
             self.graph.num_blocks,
+            int(self.has_prompts),
             self.config_digest,
         ]
 
     @classmethod
     def from_ints(cls, values: Sequence[int]) -> "StepRecord":
-        step_id, num_tokens, state, wake_number, num_rows, num_blocks, config_digest = values
-        graph = GraphShape(num_rows, num_blocks)
-        return cls(step_id, num_tokens, RankState(state), wake_number, graph, config_digest)
+        step_id, num_tokens, state, wake_number, *graph, has_prompts, digest = values
+        shape = GraphShape(*graph)
+        return cls(
+            step_id, num_tokens, RankState(state), wake_number, shape, bool(has_prompts), digest
+        )
 
 
-NUM_FIELDS = 7
+NUM_FIELDS = 8
 
 
 class DecisionKind(Enum):
@@ -139,6 +144,11 @@ class Agreed:
     dp_metadata: DPMetadata
     records: tuple[StepRecord, ...]
 
+    @property
+    def has_prompts(self) -> bool:
+        """Experts see rows of some rank's prompts in this step."""
+        return any(record.has_prompts for record in self.records)
+
 
 class Agreement:
     """Called at one fixed place of the loop; its communicator carries nothing else on GPUs."""
@@ -158,9 +168,12 @@ class Agreement:
         state: RankState,
         wake_number: int,
         graph: GraphShape = EAGER,
+        has_prompts: bool = False,
     ) -> Agreed:
         """Collective, once per step. Raises `RankMismatch` or `PeerLost`, on every rank alike."""
-        own = StepRecord(step_id, num_tokens, state, wake_number, graph, self._config_digest)
+        own = StepRecord(
+            step_id, num_tokens, state, wake_number, graph, has_prompts, self._config_digest
+        )
         records = self._gather(own)
         decision = decide(records, self._parallel.tensor_parallel_size)
         # The first member speaks for its DP rank; `decide` has seen that the others say the same.

@@ -63,6 +63,9 @@ class Groups:
         self.epoch = environment.epoch
         self.world_size = environment.world_size
         self.local_rank = environment.local_rank
+        first = environment.rank - environment.local_rank
+        self.local_ranks = range(first, first + environment.local_world_size)
+        """Of this node."""
         self.device_type = device_type
         self.cpu = cpu
         self.device = device

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moed.moe.part_times import PartTimes
+
 if TYPE_CHECKING:
     from moed.moe.attention import StepAttention
 
@@ -42,6 +44,8 @@ class ForwardBatch:
     """
     attention: "tuple[StepAttention, StepAttention] | None" = None
     """Of layers that see the whole context, and of those that slide; None: made in the step."""
+    times: PartTimes | None = None
+    """Is told how long the parts of each layer take; None: nobody asks."""
 
     @property
     def num_tokens(self) -> int:

@@ -33,6 +33,7 @@ from moed.moe.linear import Linear
 from moed.moe.mla import LatentAttention
 from moed.moe.native.attention import HeadSizes, NativeAttention, NativeStep, can_attend
 from moed.moe.norm import Norm, rms_norm
+from moed.moe.part_times import Part
 from moed.moe.rotary import Tables
 
 
@@ -165,6 +166,8 @@ class Decoder:
         for each MoE layer and slot.
         """
         rows = [experts.rows_per_slot for experts in self._experts.values()]
+        if len({len(own) for own in rows}) == 1:
+            return torch.stack(rows)
         # A placement may leave slots empty in some layers.
         return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0).long()
 
@@ -189,11 +192,6 @@ class Decoder:
         shape = (num_tokens, len(self._experts), self._model.top_k)
         return torch.empty(shape, dtype=torch.int32, device=self._embedding.device)
 
-    def forget_moe_rows(self) -> None:
-        """Count from 0 again."""
-        for experts in self._experts.values():
-            experts.rows_per_slot.zero_()
-
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache | LatentCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:
@@ -213,11 +211,14 @@ class Decoder:
         scale = features.residual_scale
         step = self._step(batch, kv_cache, hidden.dtype)
         routed = iter(() if batch.routed_experts is None else batch.routed_experts.unbind(1))
+        times, with_attention = batch.times, self._with_attention
+        if times is not None:
+            with_attention = times.timing(Part.ATTENTION, with_attention)
         for index, layer in enumerate(self._layers):
-            hidden = self._with_attention(index, layer, hidden, step)
+            hidden = with_attention(index, layer, hidden, step)
             normed = layer.post_attention_norm(hidden)
             if isinstance(layer.mlp, FusedMoE):
-                added = layer.mlp(normed, dp_metadata, next(routed, None))
+                added = layer.mlp(normed, dp_metadata, next(routed, None), times)
             else:
                 part = swiglu(normed, layer.mlp.gate_up, layer.mlp.down)
                 added = self._tensor_parallel.sum(part)

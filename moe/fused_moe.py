@@ -1,14 +1,17 @@
 """One MoE layer: route, dispatch, experts, combine, once each, whatever the number of rows."""
 
+from collections.abc import Callable
+
 import torch
 
 from moed.config.engine_config import FusedMoEConfig
 from moed.config.errors import ConfigError, TokenBudgetExceeded
-from moed.dist.all2all.base import All2AllBackend
+from moed.dist.all2all.base import All2AllBackend, Dispatched
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.placement import SlotMap
 from moed.dist.tensor_parallel import TensorParallel
 from moed.moe.experts import Experts
+from moed.moe.part_times import Part, PartTimes
 from moed.moe.router import Router
 from moed.moe.shared_experts import SharedExperts, SharedRun
 
@@ -52,9 +55,11 @@ class FusedMoE:
         hidden: torch.Tensor,
         dp_metadata: DPMetadata,
         routed_experts: torch.Tensor | None = None,
+        times: PartTimes | None = None,
     ) -> torch.Tensor:
         """[n, D] for `hidden` [n, D]. Every rank calls it for every layer, also with n = 0.
-        `routed_experts` [n, K] is filled with the chosen experts of all rows.
+        `routed_experts` [n, K] is filled with the chosen experts of all rows; `times` is told how
+        long the parts take.
 
         Raises `TokenBudgetExceeded`, before any collective, when n is above B.
         """
@@ -67,12 +72,18 @@ class FusedMoE:
         shared = None
         if self._shared is not None:
             shared = SharedRun(self._shared, own, self._shared_stream)
-        combined = self._routed(own, num_rows, dp_metadata)
+        combined = self._routed(own, num_rows, dp_metadata, times)
         if shared is not None:
             combined = shared.add_to(combined)
         return self._tensor_parallel.gather(combined, num_rows)
 
-    def _routed(self, own: torch.Tensor, num_rows: int, dp_metadata: DPMetadata) -> torch.Tensor:
+    def _routed(
+        self,
+        own: torch.Tensor,
+        num_rows: int,
+        dp_metadata: DPMetadata,
+        times: PartTimes | None,
+    ) -> torch.Tensor:
         """[c, D]: the chosen experts' part, for `own` [c, D] of the rank's `num_rows`."""
         weights, ids = self._router.route(own)
         self._drop_fill(ids, num_rows, dp_metadata.padding)
@@ -80,9 +91,15 @@ class FusedMoE:
         if self._router.spec.weighs_input:
             own, weights = own * weights.to(own.dtype), torch.ones_like(weights)
         by_backend = self._backend.capabilities.applies_router_weights
-        dispatched = self._backend.dispatch(own, self._slots.to_slots(ids), weights, dp_metadata)
-        output = self._experts(dispatched, not (by_backend or self._router.spec.weighs_input))
-        return self._backend.combine(output, dispatched)
+        dispatch, combine = self._backend.dispatch, self._backend.combine
+        experts: Callable[[Dispatched, bool], torch.Tensor] = self._experts
+        if times is not None:
+            dispatch = times.timing(Part.DISPATCH, dispatch)
+            experts = times.timing(Part.EXPERTS, experts)
+            combine = times.timing(Part.COMBINE, combine)
+        dispatched = dispatch(own, self._slots.to_slots(ids), weights, dp_metadata)
+        output = experts(dispatched, not (by_backend or self._router.spec.weighs_input))
+        return combine(output, dispatched)
 
     def _drop_fill(self, ids: torch.Tensor, num_rows: int, padding: torch.Tensor | None) -> None:
         """Rows that only fill up a member's share, or a graph's bucket (`padding` [num_rows] bool),

@@ -37,6 +37,7 @@ from moed.server.kv_sizing import MIB, decide_max_model_len, own_num_blocks
 from moed.server.member_loop import MemberLoop, run_warm_up
 from moed.server.messages import AddRequest, RankProgress, RankReady, SamplingParams
 from moed.server.model_runner import ModelRunner, Runner
+from moed.server.part_times import PartSamples
 from moed.server.sampler import sample
 from moed.server.scheduler import Scheduler
 from moed.server.step_plan import StepPlan, StepPlans
@@ -91,12 +92,12 @@ class Engine:
         )
         agreement = self._agreement()
         self._progress("warming up")
-        reports = ExpertReports(self._groups.rank, model, self._channel.send)
         if self._groups.tensor_rank:
             run_warm_up(self._plans, eager, agreement)
         else:
             self._warm_up(eager, agreement, blocks, max_model_len)
         runner = self._with_graphs(eager, model, blocks, max_model_len)
+        reports = self._expert_reports(model)
         if self._groups.tensor_rank:
             self._loop = MemberLoop(
                 self._plans, runner, agreement, self._channel, self._faults, reports
@@ -113,11 +114,10 @@ class Engine:
                 faults=self._faults,
                 grammars=self._grammar_masks(),
                 expert_reports=reports,
+                part_samples=PartSamples(self._device),
                 first_step_id=WARM_UP_STEP_ID + 1,
                 step_ahead=self._config.runner.step_ahead,
             )
-        # What the warm-up computed is nobody's load.
-        model.forget_moe_rows()
         phases = {"load": kv_started - load_started, "warm_up": time.monotonic() - kv_started}
         self._channel.send(
             RankReady(
@@ -238,6 +238,12 @@ class Engine:
             num_blocks, block_size, shares_prefixes=shares, window_blocks=window_blocks
         )
         return kv_cache, manager, max_model_len
+
+    def _expert_reports(self, model: Decoder) -> ExpertReports:
+        """What the warm-up has counted is left out."""
+        assert self._backend is not None
+        groups, traffic = self._groups, self._backend.traffic
+        return ExpertReports(groups.rank, model, traffic, groups.local_ranks, self._channel.send)
 
     def _scheduler(self, blocks: BlockManager, max_model_len: int) -> Scheduler:
         return Scheduler(

@@ -290,7 +290,7 @@ class EngineClient:
             case StepDurations():
                 self._metrics.steps.on_durations(message)
             case ExpertLoad():
-                self._metrics.expert_loads.add(message)
+                self._metrics.on_expert_load(message)
             case RankProgress(rank, phase):
                 self._health.on_progress(rank, phase)
             case RankReady():

@@ -10,6 +10,7 @@ once, in this order, so ranks may even differ.
 import logging
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -36,6 +37,8 @@ from moed.server.messages import (
     Wake,
 )
 from moed.server.model_runner import Runner
+from moed.server.part_times import PartSamples
+from moed.server.phases import PREFILL, group_phase, phase_of
 from moed.server.routed_experts import keep_routed_experts
 from moed.server.sampler import Sampling
 from moed.server.scheduler import Schedule, Scheduler, refuse
@@ -74,6 +77,7 @@ class EngineLoop:
         faults: Faults,
         grammars: GrammarMasks,
         expert_reports: ExpertReports,
+        part_samples: PartSamples,
         first_step_id: int,
         step_ahead: bool,
     ) -> None:
@@ -87,7 +91,8 @@ class EngineLoop:
         self._faults = faults
         self._grammars = grammars
         self._expert_reports = expert_reports
-        self._step_times = StepTimes(rank, channel.send)
+        self._part_samples = part_samples
+        self._step_times = StepTimes(rank, part_samples, channel.send)
         self._step_id = first_step_id
         self._step_ahead = step_ahead
         # What the last step has chosen, until it is taken in.
@@ -112,10 +117,10 @@ class EngineLoop:
         state, last = self._state, self._last
         batch = self._runner.batch(schedule, None if last is None else last.token_ids)
         self._plans.send(StepPlan(self._step_id, state, batch))
-        graph = self._runner.graph_for(batch)
+        graph, phase = self._runner.graph_for(batch), phase_of(schedule)
         waiting_since = time.monotonic()
         agreed = self._agreement.agree(
-            self._step_id, schedule.num_tokens, state, self._wake_number, graph
+            self._step_id, schedule.num_tokens, state, self._wake_number, graph, phase == PREFILL
         )
         agreed_at = time.monotonic()
         self._step_id += 1
@@ -127,13 +132,20 @@ class EngineLoop:
                 self._sleep()
                 return True
         self._num_steps += 1
+        batch = self._measured(batch, phase, group_phase(agreed.has_prompts))
         if self._step_ahead:
             self._run_ahead(schedule, batch, agreed)
         else:
             self._run_plainly(schedule, batch, agreed)
         self._expert_reports.after_step()
-        self._step_times.on_step(schedule, agreed_at - waiting_since, time.monotonic() - agreed_at)
+        self._step_times.on_step(phase, agreed_at - waiting_since, time.monotonic() - agreed_at)
         return True
+
+    def _measured(self, batch: ForwardBatch, phase: str, group_phase: str) -> ForwardBatch:
+        """`batch`, which may be asked to tell its times."""
+        self._expert_reports.before_step(group_phase, batch.num_tokens)
+        times = self._part_samples.begin(phase, group_phase)
+        return batch if times is None else replace(batch, times=times)
 
     def _run_plainly(self, schedule: Schedule, batch: ForwardBatch, agreed: Agreed) -> None:
         masks = self._grammars.start(schedule)

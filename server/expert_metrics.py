@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moed.server.expert_loads import ExpertLoads
+from moed.server.phases import GROUP_PHASES
+from moed.server.wire_totals import WireTotals
 
 # Layers x experts; above, a scrape would cost more than it tells.
 MAX_EXPERT_SERIES = 2048
@@ -16,13 +18,22 @@ HOT_COUNTS = (1, 4)
 def expert_families(loads: ExpertLoads, model_name: str) -> Iterator[Metric]:
     """Gauges are of the last minute. By layer, since means over layers hide the busy one."""
     rows = CounterMetricFamily(
-        "moed:moe_rows",
+        "moed:rank_tokens",
         "(token, choice) pairs that the process's experts computed, all layers together.",
-        labels=("model_name", "engine"),
+        labels=("model_name", "ep_rank", "phase"),
     )
-    for rank, num_rows in enumerate(loads.rank_rows()):
-        rows.add_metric((model_name, str(rank)), num_rows)
+    for phase, by_rank in loads.rank_rows().items():
+        for rank, num_rows in enumerate(by_rank):
+            rows.add_metric((model_name, str(rank), phase), num_rows)
     yield rows
+    dropped = CounterMetricFamily(
+        "moed:dropped_tokens",
+        "(token, choice) pairs that were routed and that no expert computed, compared whenever all "
+        "ranks rest: 0 unless rows get lost.",
+        labels=("model_name", "reason"),
+    )
+    dropped.add_metric((model_name, "not_computed"), loads.num_dropped)
+    yield dropped
     layers = loads.layers()
     by_layer = ("model_name", "layer")
     imbalance = GaugeMetricFamily(
@@ -46,10 +57,12 @@ def expert_families(loads: ExpertLoads, model_name: str) -> Iterator[Metric]:
     balancedness = GaugeMetricFamily(
         "moed:expert_balancedness",
         "Mean rows of a rank over the busiest one's, in the last minute, of the worst layer.",
-        labels=("model_name",),
+        labels=("model_name", "phase"),
     )
     if layers:
-        balancedness.add_metric((model_name,), min(load.balancedness for load in layers))
+        for phase in GROUP_PHASES:
+            worst = min(load.balancedness(phase) for load in layers)
+            balancedness.add_metric((model_name, phase), worst)
     for load in layers:
         own = (model_name, str(load.layer))
         entropy.add_metric(own, load.entropy)
@@ -68,3 +81,16 @@ def expert_families(loads: ExpertLoads, model_name: str) -> Iterator[Metric]:
             for expert, num_rows in enumerate(load.rows):
                 tokens.add_metric((model_name, str(load.layer), str(expert)), num_rows)
         yield tokens
+
+
+def wire_family(totals: WireTotals, model_name: str) -> Metric:
+    """Counted in each layer of each step; see `moed.dist.all2all.traffic.Traffic`."""
+    family = CounterMetricFamily(
+        "moed:all2all_bytes",
+        "Payload of rows between processes (dispatch) and of their results back (combine), on one "
+        "node (intra) or between two (inter).",
+        labels=("model_name", "op", "scope", "phase"),
+    )
+    for operation, scope, phase, num_bytes in totals.totals():
+        family.add_metric((model_name, operation, scope, phase), num_bytes)
+    return family

@@ -23,6 +23,7 @@ from moed.server.api.probes import PROBE_PATHS
 from moed.server.api.state import AppState, TextTools
 from moed.server.channel import FrontendChannel
 from moed.server.engine_client import EngineClient
+from moed.server.garbage import look_seldom
 from moed.server.grammar_checker import GrammarChecker
 from moed.server.health import Health
 from moed.server.http_server import HttpServer
@@ -77,6 +78,7 @@ def run_frontend(
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").addFilter(is_worth_logging)
     frontend = Frontend(config, http_socket, place, launcher_pipe)
+    look_seldom()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(frontend.serve())

@@ -10,6 +10,7 @@ from moed.server.expert_reports import ExpertReports
 from moed.server.faults import Faults
 from moed.server.messages import Wake
 from moed.server.model_runner import Runner
+from moed.server.phases import group_phase
 from moed.server.step_plan import StepPlan, StepPlans
 
 
@@ -54,6 +55,7 @@ class MemberLoop:
             case DecisionKind.SLEEP:
                 self._sleep()
             case DecisionKind.RUN:
+                self._expert_reports.before_step(group_phase(agreed.has_prompts), 0)
                 self._runner.run(plan.batch, agreed.dp_metadata, agreed.decision.graph)
                 self._expert_reports.after_step()
         return True

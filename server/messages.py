@@ -9,6 +9,8 @@ duplicates and what an older epoch sent.
 
 import msgspec
 
+from moed.server.histogram import Histogram
+
 
 class ReasoningLimit(msgspec.Struct, frozen=True):
     """How much an output may reason before its end is written for it."""
@@ -217,25 +219,47 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that neither run nor wait, since their clients do not read."""
 
 
+# Between processes of one node, and of two.
+INTRA, INTER = "intra", "inter"
+SCOPES = (INTRA, INTER)
+
+
+class WireBytes(msgspec.Struct, frozen=True, array_like=True):
+    """Payload of one process's rows to other processes, and of their results back."""
+
+    dispatch: int
+    combine: int
+
+
 class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):
-    """What the experts of one process have computed since it was ready: at most once a second, and
-    when it goes to sleep.
+    """What the experts of one process have computed since it was ready, and what its rows took to
+    reach others: at most once a second, and when it goes to sleep.
     """
 
     rank: int
     """Of the process: DP rank x tensor parallel size + member."""
+    num_steps: int
+    """That all processes have made together until then."""
+    num_tokens: int
+    """That its DP rank has run in them; 0 for members but the first."""
     layers: list[int]
     """The decoder layers that have experts."""
-    rows: list[list[int]]
-    """By layer and slot: (token, choice) pairs, padding excluded."""
+    rows: dict[str, list[list[int]]]
+    """By phase of the group's step, layer and slot: (token, choice) pairs, padding excluded."""
+    wire_bytes: dict[str, dict[str, WireBytes]]
+    """By phase and scope: see `SCOPES`."""
 
 
 class DurationCounts(msgspec.Struct, frozen=True, array_like=True):
-    """A histogram over `moed.server.metric_buckets.STEP_S`, since the start."""
+    """A histogram over buckets of `moed.server.metric_buckets`, since the start."""
 
     counts: list[int]
     """By bucket, each its own; the last one has no limit."""
     sum_s: float
+
+    @classmethod
+    def of(cls, histogram: Histogram) -> "DurationCounts":
+        return cls(list(histogram.counts), histogram.sum)
 
 
 class StepDurations(msgspec.Struct, frozen=True, tag="step_durations"):
@@ -248,6 +272,8 @@ class StepDurations(msgspec.Struct, frozen=True, tag="step_durations"):
     """By phase."""
     waits: DurationCounts
     """For the other ranks, before each step."""
+    parts: dict[str, dict[str, DurationCounts]]
+    """By `moed.moe.part_times.Part` and phase, over `PART_S`; of a step now and then."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

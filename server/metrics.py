@@ -13,13 +13,14 @@ from prometheus_client.registry import Collector
 
 from moed.config.engine_config import EngineConfig
 from moed.server.expert_loads import ExpertLoads
-from moed.server.expert_metrics import expert_families
+from moed.server.expert_metrics import expert_families, wire_family
 from moed.server.http_metrics import HttpMetrics
-from moed.server.messages import RankReady, RankStats
+from moed.server.messages import ExpertLoad, RankReady, RankStats
 from moed.server.metric_buckets import STEP_TOKENS
 from moed.server.metrics_compat import with_vllm_names
 from moed.server.request_metrics import LABELS, RequestMetrics
 from moed.server.step_metrics import StepMetrics
+from moed.server.wire_totals import WireTotals
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -74,6 +75,7 @@ class Metrics:
         # What a rank had counted in groups of before.
         self._bases: dict[int, RankStats] = {}
         self.expert_loads = ExpertLoads(config)
+        self.wire_totals = WireTotals(config.parallel.world_size)
         self._ready: dict[int, RankReady] = {}
         self.registry = CollectorRegistry()
         self.http = HttpMetrics(self.registry)
@@ -105,6 +107,10 @@ class Metrics:
     def on_rank_ready(self, ready: RankReady) -> None:
         self._ready[ready.rank] = ready
 
+    def on_expert_load(self, load: ExpertLoad) -> None:
+        self.expert_loads.add(load)
+        self.wire_totals.add(load)
+
     def on_rank_lost(self, rank: int) -> None:
         self._ready.pop(rank, None)
 
@@ -113,6 +119,7 @@ class Metrics:
         if rank is not None:
             self.losses.labels(self._model_name, str(rank)).inc()
         self.expert_loads.start_anew()
+        self.wire_totals.start_anew()
         self.steps.start_anew()
         self._ready = {}
         if not self._stats:
@@ -173,6 +180,7 @@ class Metrics:
         yield from self.steps.families()
         yield from self.requests.families()
         yield from expert_families(self.expert_loads, self._model_name)
+        yield wire_family(self.wire_totals, self._model_name)
         yield from self._info_families()
 
     def _family(

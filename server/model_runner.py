@@ -45,10 +45,6 @@ class Model(Protocol):
         """[num_tokens, M, K] int32, to be filled with the chosen experts."""
         ...
 
-    def forget_moe_rows(self) -> None:
-        """Count from 0 again."""
-        ...
-
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache | LatentCache, dp_metadata: DPMetadata
     ) -> torch.Tensor:

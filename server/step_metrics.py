@@ -1,13 +1,17 @@
 """Series about the ranks' steps, from what the ranks have told last."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from moed.moe.part_times import Part
 from moed.server.histogram import cumulated
 from moed.server.messages import DurationCounts, RankStats, StepDurations
-from moed.server.metric_buckets import STEP_S
+from moed.server.metric_buckets import PART_S, STEP_S
+from moed.server.phases import GROUP_PHASES
+
+SAMPLED = "Of a step now and then; those that replay a CUDA graph tell nothing."
 
 
 class StepMetrics:
@@ -50,22 +54,64 @@ class StepMetrics:
         )
         for rank, durations in sorted(self._durations.items()):
             for phase, counts in durations.steps.items():
-                steps.add_metric((self._model_name, str(rank), phase), *_told(counts))
-            waits.add_metric((self._model_name, str(rank)), *_told(durations.waits))
+                steps.add_metric((self._model_name, str(rank), phase), *_told(STEP_S, counts))
+            waits.add_metric((self._model_name, str(rank)), *_told(STEP_S, durations.waits))
         for rank, (told_at, is_busy) in sorted(self._last_told.items()):
             seconds = self._clock() - told_at if is_busy else 0.0
             lag.add_metric((self._model_name, str(rank)), seconds)
         yield from (steps, waits, lag)
+        yield from self._part_families()
+
+    def _part_families(self) -> Iterator[Metric]:
+        """Of all ranks together."""
+        exchange = HistogramMetricFamily(
+            "moed:all2all_seconds",
+            f"What one exchange of rows took in a layer, waiting for the others too. {SAMPLED}",
+            labels=("model_name", "op", "phase"),
+        )
+        gemm = HistogramMetricFamily(
+            "moed:moe_gemm_seconds",
+            f"What a layer's experts took, on one rank. {SAMPLED}",
+            labels=("model_name", "phase"),
+        )
+        attention = HistogramMetricFamily(
+            "moed:attention_seconds",
+            f"What a layer's attention took, on one rank, projections included. {SAMPLED}",
+            labels=("model_name", "phase"),
+        )
+        for phase in GROUP_PHASES:
+            own = (self._model_name, phase)
+            gemm.add_metric(own, *self._part(Part.EXPERTS, phase))
+            attention.add_metric(own, *self._part(Part.ATTENTION, phase))
+            for part in (Part.DISPATCH, Part.COMBINE):
+                labels = (self._model_name, part, phase)
+                exchange.add_metric(labels, *self._part(part, phase))
+        yield from (exchange, gemm, attention)
+
+    def _part(self, part: Part, phase: str) -> tuple[list[tuple[str, float]], float]:
+        total = DurationCounts([0] * (len(PART_S) + 1), 0.0)
+        for durations in self._durations.values():
+            total = _sum(total, durations.parts[part][phase])
+        return _told(PART_S, total)
 
 
-def _told(durations: DurationCounts) -> tuple[list[tuple[str, float]], float]:
+def _told(
+    limits: Sequence[float], durations: DurationCounts
+) -> tuple[list[tuple[str, float]], float]:
     """Buckets and sum, as Prometheus has them."""
-    return cumulated(STEP_S, durations.counts), durations.sum_s
+    return cumulated(limits, durations.counts), durations.sum_s
 
 
 def _joined(base: StepDurations, now: StepDurations) -> StepDurations:
-    steps = {phase: _sum(base.steps[phase], counts) for phase, counts in now.steps.items()}
-    return StepDurations(now.rank, steps, _sum(base.waits, now.waits))
+    parts = {part: _joined_phases(base.parts[part], own) for part, own in now.parts.items()}
+    steps = _joined_phases(base.steps, now.steps)
+    return StepDurations(now.rank, steps, _sum(base.waits, now.waits), parts)
+
+
+def _joined_phases(
+    base: Mapping[str, DurationCounts], now: Mapping[str, DurationCounts]
+) -> dict[str, DurationCounts]:
+    return {phase: _sum(base[phase], counts) for phase, counts in now.items()}
 
 
 def _sum(one: DurationCounts, two: DurationCounts) -> DurationCounts:

@@ -26,11 +26,12 @@ class WatchedAgreement(Agreement):
         state: RankState,
         wake_number: int,
         graph: GraphShape = EAGER,
+        has_prompts: bool = False,
     ) -> Agreed:
         """See `Agreement.agree`."""
         self._heartbeat.begin_step(step_id, wake_number)
         self._heartbeat.enter()
-        agreed = super().agree(step_id, num_tokens, state, wake_number, graph)
+        agreed = super().agree(step_id, num_tokens, state, wake_number, graph, has_prompts)
         self._heartbeat.leave()
         if agreed.decision.kind is not DecisionKind.RUN:
             self._heartbeat.sleep()
@@ -42,6 +43,7 @@ class WatchedBackend:
 
     def __init__(self, backend: All2AllBackend, heartbeat: Heartbeat) -> None:
         self.capabilities = backend.capabilities
+        self.traffic = backend.traffic
         self._backend = backend
         self._heartbeat = heartbeat
 

@@ -142,6 +142,19 @@ class Daemon:
                 found[name, int(engine.group(1))] = float(value)
         return found
 
+    def series(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each sample `name` of /metrics."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        found = re.findall(rf"^{re.escape(name)}\{{(.*?)\}} (\S+)$", text, re.M)
+        return [
+            (dict(re.findall(r'(\w+)="(.*?)"', labels)), float(value)) for labels, value in found
+        ]
+
+    def rank_tokens(self, rank: int) -> float:
+        """Rows that the experts of process `rank` have computed, by its last report."""
+        samples = self.series("moed:rank_tokens_total")
+        return sum(value for labels, value in samples if labels["ep_rank"] == str(rank))
+
     def assert_alive(self) -> None:
         """A request of one token on every rank answers within 5 s, and the gauges return to 0."""
         for rank in range(self.ranks):

@@ -15,7 +15,7 @@ from moed.config.engine_config import FusedMoEConfig
 from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.allgather import AllGatherReduceScatter
 from moed.dist.all2all.base import Dispatched
-from moed.dist.all2all.rows import RowLayout
+from moed.dist.all2all.rows import RowLayout, going_to
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups, collective_errors
 from moed.dist.placement import local_slots
@@ -50,6 +50,7 @@ class All2AllV:
         self._in_graphs = AllGatherReduceScatter(
             capabilities, groups, placement, fused_moe, dtype, device
         )
+        self.traffic = self._in_graphs.traffic
 
     def dispatch(
         self,
@@ -62,12 +63,10 @@ class All2AllV:
         if dp_metadata.padding is not None:
             return self._in_graphs.dispatch(hidden, topk_ids, topk_weights, dp_metadata)
         layout = self._layout
-        # [n, K] destination of each choice; -1, of padding, stays -1.
-        destinations = torch.div(topk_ids, self._placement.num_local_slots, rounding_mode="floor")
-        # [ranks, n]: does the row go there?
-        goes_to = (destinations[None] == self._ranks[:, None, None]).any(dim=-1)
+        goes_to = going_to(self._ranks, topk_ids, self._placement.num_local_slots)
         to_rank, row = goes_to.nonzero(as_tuple=True)
         send_counts = goes_to.sum(dim=1)
+        self.traffic.rows_sent.add_(send_counts)
         outgoing = layout.empty(row.shape[0], hidden.device)
         layout.hidden(outgoing).copy_(hidden[row])
         layout.ids(outgoing).copy_(local_slots(topk_ids[row], self._placement, to_rank[:, None]))

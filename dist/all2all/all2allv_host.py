@@ -17,6 +17,7 @@ from moed.config.capabilities import BackendCapabilities
 from moed.config.engine_config import FusedMoEConfig
 from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import Dispatched
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups, collective_errors
 from moed.dist.host.channel import HostChannel, open_channel
@@ -61,10 +62,12 @@ class All2AllVOnHost:
         self._capacity = fused_moe.dispatch_capacity
         self._dtype = dtype
         self._total = torch.empty(fused_moe.hidden_size, dtype=torch.float32)
+        row_bytes, num_ranks = fused_moe.hidden_size * dtype.itemsize, placement.num_ranks
+        self.traffic = Traffic.of_rows(row_bytes, fused_moe.top_k, num_ranks, torch.device("cpu"))
         self._rows = _RowSizes(
             fused_moe.dispatch_capacity,
             fused_moe.top_k,
-            fused_moe.hidden_size * dtype.itemsize,
+            row_bytes,
             placement.num_local_slots,
             dtype == torch.bfloat16,
         )
@@ -122,6 +125,7 @@ class All2AllVOnHost:
                 results.shape[0],
                 self._total.data_ptr(),
                 combined.data_ptr(),
+                self.traffic.rows_sent.data_ptr(),
             )
         return combined
 

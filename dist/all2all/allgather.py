@@ -16,6 +16,7 @@ from moed.config.engine_config import FusedMoEConfig
 from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import Dispatched
 from moed.dist.all2all.rows import RowLayout, sum_parts
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups, collective_errors
 from moed.dist.placement import local_slots
@@ -44,6 +45,7 @@ class AllGatherReduceScatter:
         self._groups = groups
         self._layout = RowLayout(fused_moe.hidden_size, fused_moe.top_k, dtype)
         self._placement = placement
+        self.traffic = Traffic.of_layout(self._layout, groups.world_size, device)
 
     def dispatch(
         self,
@@ -60,6 +62,7 @@ class AllGatherReduceScatter:
         layout.ids(own).copy_(topk_ids)
         layout.weights(own).copy_(topk_weights)
         received = layout.empty(sum(sizes), hidden.device)
+        self.traffic.rows_sent.add_(num_rows)
         with collective_errors("all-gather of rows"):
             dist.all_to_all_single(
                 received,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from moed.config.capabilities import BackendCapabilities
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.dp_metadata import DPMetadata
 
 
@@ -33,10 +34,11 @@ class Dispatched:
 
 class All2AllBackend(Protocol):
     """Carries rows to their experts and results back. Created once per process, holds no state of a
-    step.
+    step; it only counts.
     """
 
     capabilities: BackendCapabilities
+    traffic: Traffic
 
     def dispatch(
         self,

@@ -11,6 +11,7 @@ from moed.config.engine_config import FusedMoEConfig
 from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import Dispatched
 from moed.dist.all2all.deepep import deep_ep_errors, destroy, library_of
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 
@@ -32,6 +33,9 @@ class DeepEPHighThroughput:
     ) -> None:
         self.capabilities = capabilities
         self._num_slots = placement.num_slots
+        self.traffic = Traffic.of_rows(
+            fused_moe.hidden_size * dtype.itemsize, fused_moe.top_k, groups.world_size, device
+        )
         library = library_of(capabilities.name, groups, device)
         nvl, rdma = buffer_bytes(library, groups.world_size, fused_moe.hidden_size, dtype)
         with deep_ep_errors("making DeepEP's buffer"):
@@ -61,6 +65,7 @@ class DeepEPHighThroughput:
                 topk_idx=ids,
                 topk_weights=topk_weights.contiguous(),
             )
+        self.traffic.rows_sent.add_(per_rank)
         return Dispatched(received, received_ids, weights, None, handle)
 
     def combine(self, expert_output: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:

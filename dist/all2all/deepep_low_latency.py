@@ -16,6 +16,7 @@ from moed.config.engine_config import FusedMoEConfig
 from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import Dispatched
 from moed.dist.all2all.deepep import deep_ep_errors, destroy, library_of, set_queue_depth
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 
@@ -41,7 +42,12 @@ class DeepEPLowLatency:
         device: torch.device,
     ) -> None:
         self.capabilities = capabilities
-        self._num_slots = placement.num_slots
+        self._num_slots, self._num_local_slots = placement.num_slots, placement.num_local_slots
+        # A row travels once for each choice; the first place is for choices that go nowhere.
+        self._sent = torch.zeros(groups.world_size + 1, dtype=torch.int64, device=device)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        row_bytes = fused_moe.hidden_size * dtype.itemsize
+        self.traffic = Traffic(self._sent[1:], row_bytes, row_bytes)
         self._capacity = fused_moe.dispatch_capacity
         library = library_of(capabilities.name, groups, device)
         set_queue_depth(self._capacity)
@@ -71,7 +77,14 @@ class DeepEPLowLatency:
             received, counts, handle, _, _ = self._buffer.low_latency_dispatch(
                 hidden.contiguous(), ids, self._capacity, self._num_slots, use_fp8=False
             )
+        self._count(ids)
         return Dispatched(received, None, None, counts, _State(ids, weights, handle))
+
+    def _count(self, topk_ids: torch.Tensor) -> None:
+        """On the device, which is not waited for."""
+        num_slots = self._num_local_slots
+        places = torch.div(topk_ids + num_slots, num_slots, rounding_mode="floor").flatten()
+        self._sent.scatter_add_(0, places, self._one.expand_as(places))
 
     def combine(self, expert_output: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """See `All2AllBackend.combine`. Weights are applied here, in float32, in the order of K."""

@@ -11,6 +11,8 @@ from moed.config.engine_config import FusedMoEConfig
 from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import Dispatched
 from moed.dist.all2all.deepep import deep_ep_errors, destroy, library_of
+from moed.dist.all2all.rows import going_to
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 
@@ -28,7 +30,11 @@ class DeepEPV2:
         device: torch.device,
     ) -> None:
         self.capabilities = capabilities
-        self._num_slots = placement.num_slots
+        self._num_slots, self._num_local_slots = placement.num_slots, placement.num_local_slots
+        self._ranks = torch.arange(groups.world_size, device=device)
+        self.traffic = Traffic.of_rows(
+            fused_moe.hidden_size * dtype.itemsize, fused_moe.top_k, groups.world_size, device
+        )
         self._capacity = fused_moe.dispatch_capacity
         library = library_of(capabilities.name, groups, device)
         with deep_ep_errors("making DeepEP's buffer"):
@@ -61,6 +67,8 @@ class DeepEPV2:
                 # One compilation for all steps, and counts on the host.
                 do_cpu_sync=True,
             )
+        goes_to = going_to(self._ranks, topk_ids, self._num_local_slots)
+        self.traffic.rows_sent.add_(goes_to.sum(dim=1))
         # Weights of other ranks' choices are not cleared.
         weights = torch.where(ids >= 0, weights, 0.0)
         return Dispatched(received, ids, weights, None, handle)

@@ -5,6 +5,7 @@ import torch
 from moed.config.capabilities import BackendCapabilities
 from moed.config.errors import ConfigError
 from moed.dist.all2all.base import Dispatched
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 
@@ -19,6 +20,7 @@ class Local:
                 "all2allv or allgather_reducescatter with --all2all-backend"
             )
         self.capabilities = capabilities
+        self.traffic = Traffic(torch.zeros(1, dtype=torch.int64), 0, 0)
 
     def dispatch(
         self,

@@ -58,6 +58,14 @@ class RowLayout:
         )
 
 
+def going_to(ranks: torch.Tensor, topk_ids: torch.Tensor, num_local_slots: int) -> torch.Tensor:
+    """[R, n] bool for `ranks` [R] and the slots `topk_ids` [n, K], -1 for none: which rows have a
+    choice on which rank.
+    """
+    destinations = torch.div(topk_ids, num_local_slots, rounding_mode="floor")
+    return (destinations[None] == ranks[:, None, None]).any(dim=-1)
+
+
 def sum_parts(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Sum tensors of one shape in list order, in float32, cast to the dtype of `like`."""
     total = parts[0].float()

@@ -65,8 +65,8 @@ class Functions:
         self.exchange_records = function("moed_exchange_records", Pointer, Int, Pointer)
         # row sizes, sizes, hidden, slots, weights; hidden, slots, weights, places, count
         self.dispatch = function("moed_dispatch", *[Pointer] * 10)
-        # row sizes, sizes, results, places, count, total, out
-        self.combine = function("moed_combine", *[Pointer] * 4, Int, Pointer, Pointer)
+        # row sizes, sizes, results, places, count, total, out, rows sent
+        self.combine = function("moed_combine", *[Pointer] * 4, Int, *[Pointer] * 3)
         self.close = function("moed_close")
 
 

@@ -199,10 +199,11 @@ int moed_dispatch(Channel* channel, const RowSizes* rows, const int64_t* sizes,
 }
 
 // `results` [r] of the received rows at their `places`; `to` [n]: the sums of own rows, added in the
-// order of ranks, in `total` [D] float32.
+// order of ranks, in `total` [D] float32. `num_sent` [R] is counted up by the own rows that each rank
+// has had.
 int moed_combine(Channel* channel, const RowSizes* rows, const int64_t* sizes,
                  const uint8_t* results, const int64_t* places, int64_t num_received, float* total,
-                 uint8_t* to) {
+                 uint8_t* to, int64_t* num_sent) {
   uint8_t* own = channel->data(channel->rank);
   for (int64_t i = 0; i < num_received; i++)
     memcpy(rows->results(own) + places[i] * rows->row_bytes, results + i * rows->row_bytes,
@@ -213,10 +214,12 @@ int moed_combine(Channel* channel, const RowSizes* rows, const int64_t* sizes,
   const int64_t size = rows->row_bytes / (rows->is_bf16 ? 2 : 4);
   for (int64_t row = 0; row < sizes[channel->rank]; row++) {
     std::fill(total, total + size, 0.0f);
-    for (int64_t rank = 0; rank < channel->num_ranks; rank++)
-      if (rows->goes_to(rows->ids(own) + row * rows->top_k, rank))
-        add(total, rows->results(channel->data(rank)) + (first + row) * rows->row_bytes, size,
-            rows->is_bf16);
+    for (int64_t rank = 0; rank < channel->num_ranks; rank++) {
+      if (!rows->goes_to(rows->ids(own) + row * rows->top_k, rank)) continue;
+      num_sent[rank]++;
+      add(total, rows->results(channel->data(rank)) + (first + row) * rows->row_bytes, size,
+          rows->is_bf16);
+    }
     uint8_t* out = to + row * rows->row_bytes;
     if (!rows->is_bf16) {
       memcpy(out, total, rows->row_bytes);

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moed.server.api.bodies.chat import ChatBody
-from moed.server.api.bodies.conversation import NamedTool, Tool
+from moed.server.api.bodies.conversation import AllowedToolsChoice, NamedTool, Tool
 from moed.server.api.errors import InvalidRequest
 from moed.server.api.reasoning_limit import reasoning_limit
 from moed.server.api.state import TextTools
@@ -48,27 +48,38 @@ class AnswerPlan:
 
 
 def offered_tools(body: ChatBody) -> list[Tool]:
-    """The tools that the model is told of. Raises `InvalidRequest` for a choice among none."""
+    """The tools that the model is told of: all, or those that it may choose from. Raises
+    `InvalidRequest` for a choice among none.
+    """
     choice, tools = body.tool_choice, body.tools or []
     if choice == "none":
         return []
-    if not tools and (choice == "required" or isinstance(choice, NamedTool)):
+    if not tools and (_is_enforced(body) or isinstance(choice, AllowedToolsChoice)):
         raise InvalidRequest(
             "tool_choice asks for a call, and tools names no tool to call",
             param="tool_choice",
             code="invalid_value",
         )
     if isinstance(choice, NamedTool):
-        names = [tool.function.name for tool in tools]
-        if choice.function.name not in names:
+        _check_names([choice], tools)
+    if isinstance(choice, AllowedToolsChoice):
+        _check_names(choice.allowed_tools.tools, tools)
+        allowed = {named.function.name for named in choice.allowed_tools.tools}
+        return [tool for tool in tools if tool.function.name in allowed]
+    return tools
+
+
+def _check_names(chosen: Sequence[NamedTool], tools: Sequence[Tool]) -> None:
+    names = [tool.function.name for tool in tools]
+    for named in chosen:
+        if named.function.name not in names:
             shown = ", ".join(name[:60] for name in names[:20])
             raise InvalidRequest(
-                f"tool_choice names {choice.function.name[:100]!r}, which is not among the tools: "
+                f"tool_choice names {named.function.name[:100]!r}, which is not among the tools: "
                 f"{shown}",
                 param="tool_choice",
                 code="invalid_value",
             )
-    return tools
 
 
 def plan_answer(
@@ -143,7 +154,10 @@ def _notes(form: ToolFormat | None, tools: Sequence[Tool], is_bound: bool) -> tu
 
 
 def _is_enforced(body: ChatBody) -> bool:
-    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    choice = body.tool_choice
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedTool)
 
 
 def _reasoning(

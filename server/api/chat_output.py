@@ -4,6 +4,7 @@ import secrets
 import string
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from msgspec import UNSET
 
 from moed.server.api.choice_text import ChoiceText, Piece
@@ -92,9 +93,14 @@ class ChatOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """That of the choice; an answer that ends by itself with calls ends for them."""
+        """That of the choice; an answer that ends by itself with calls ends for them. One that the
+        client's own stop has cut inside a call is no call to make.
+        """
         reason = self._text.finish_reason
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        if reason != "stop" or not self._calls:
+            return reason
+        is_cut = self._text.stop_reason is not None and not _is_json("".join(self._arguments[-1]))
+        return reason if is_cut else "tool_calls"
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -102,6 +108,14 @@ class ChatOutput:
         if self._parser is None:
             return 0
         return sum(map(self._parser.is_reasoning, self._offsets))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 def _merged(events: Sequence[Event]) -> list[Event]:

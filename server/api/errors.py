@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from moed.server.api.request_ids import SCOPE_KEY
 from moed.server.api.validation import first_problem
+from moed.server.api.wrong_paths import meant_path
 from moed.server.chat_template import TemplateFailed
 from moed.server.engine_client import (
     GenerationFailed,
@@ -214,8 +215,12 @@ def error_response(error: ApiError) -> Response:
     return ErrorResponse(error)
 
 
-def to_api_error(error: Exception, method: str = "", path: str = "") -> ApiError | None:
-    """The answer for an exception, or None for one that nobody foresaw."""
+def to_api_error(
+    error: Exception, method: str = "", path: str = "", meant: str = ""
+) -> ApiError | None:
+    """The answer for an exception, or None for one that nobody foresaw. `meant`: of the path, where
+    nobody serves it.
+    """
     match error:
         case ApiError():
             return error
@@ -236,7 +241,7 @@ def to_api_error(error: Exception, method: str = "", path: str = "") -> ApiError
             # The same request would fail again, or has cost its work already.
             return ApiError(str(error), code="engine_error", headers=NOT_AGAIN)
         case HTTPException(status_code=404):
-            return NotFound(f"there is no route {method} {path}", code="unknown_url")
+            return NotFound(f"there is no route {method} {path}{meant}", code="unknown_url")
         case HTTPException(status_code=405):
             allowed = (error.headers or {}).get("Allow", "")
             return MethodNotAllowed(
@@ -251,7 +256,10 @@ def install_error_handlers(app: FastAPI) -> None:
     """Map what routes raise. `UnexpectedErrors` (a middleware) answers for everything else."""
 
     async def handle(request: Request, error: Exception) -> Response:
-        mapped = to_api_error(error, request.method, request.url.path)
+        method, path, meant = request.method, request.url.path, ""
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            meant = meant_path(app.routes, method, path)
+        mapped = to_api_error(error, method, path, meant)
         if mapped is None:
             raise error
         return error_response(mapped)

@@ -36,9 +36,16 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "lora_path": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
-    "prediction": (None,),
     "chat_template": (None,),
     "documents": (None, []),
+    "web_search_options": (None,),
+}
+# What takes the place of some of them.
+INSTEAD = {
+    "functions": "give tools instead",
+    "function_call": "give tool_choice instead",
+    "best_of": "n gives several choices",
+    "use_beam_search": "n gives several choices",
 }
 
 
@@ -69,8 +76,8 @@ def check_unknown(body: SamplingBody, config: EngineConfig) -> Ignored:
             is_off = value in OFF_VALUES[name] or (name == "best_of" and value == (body.n or 1))
             if not is_off:
                 raise UnsupportedParameter(
-                    f"{name} is not supported by this server with the value that was given; leave "
-                    "it out",
+                    f"{name} is not supported by this server with the value that was given; "
+                    f"{INSTEAD.get(name, 'leave it out')}",
                     param=name,
                 )
         elif value is not None:

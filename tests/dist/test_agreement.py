@@ -5,10 +5,12 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from moed.config.errors import PeerLost, RankMismatch
 from moed.config.graphs import EAGER, GraphShape
 from moed.dist.agreement import (
+    Agreed,
     Agreement,
     Decision,
     DecisionKind,
@@ -17,6 +19,7 @@ from moed.dist.agreement import (
     decide,
     gather_ints,
 )
+from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 from tests.dist.counting import counted_collectives
 from tests.server.engine.configs import engine_config
@@ -32,14 +35,15 @@ def record(
     wake_number: int = 4,
     graph: GraphShape = EAGER,
     step_id: int = 9,
+    has_prompts: bool = False,
     config_digest: int = 77,
 ) -> StepRecord:
-    return StepRecord(step_id, num_tokens, state, wake_number, graph, config_digest)
+    return StepRecord(step_id, num_tokens, state, wake_number, graph, has_prompts, config_digest)
 
 
 def test_record_survives_the_wire() -> None:
-    original = StepRecord(2**40, 2048, DRAINING, 3, GraphShape(256, 64), 2**63 - 1)
-    assert original.to_ints() == [2**40, 2048, 2, 3, 256, 64, 2**63 - 1]
+    original = StepRecord(2**40, 2048, DRAINING, 3, GraphShape(256, 64), True, 2**63 - 1)
+    assert original.to_ints() == [2**40, 2048, 2, 3, 256, 64, 1, 2**63 - 1]
     assert StepRecord.from_ints(original.to_ints()) == original
 
 
@@ -102,6 +106,13 @@ def test_a_difference_names_the_key_and_every_rank(key: str) -> None:
     own = getattr(same, key)
     assert f"differ in {key} (rank 0: {own}, rank 1: 12345, rank 2: {own})" in str(caught.value)
     assert caught.value.exit_code == 78
+
+
+def test_prompts_of_any_rank_make_the_step_one_of_prompts() -> None:
+    for flags in itertools.product((False, True), repeat=2):
+        records = tuple(record(WORKING, 1, has_prompts=flag) for flag in flags)
+        metadata = DPMetadata(torch.ones(2, dtype=torch.int32), 0, 9)
+        assert Agreed(decide(records, 1), metadata, records).has_prompts == any(flags)
 
 
 def test_a_failed_rank_is_named_and_nobody_goes_on() -> None:

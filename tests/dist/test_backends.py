@@ -10,6 +10,7 @@ import torch
 from moed.config.engine_config import FusedMoEConfig
 from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import All2AllBackend, Dispatched
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 from moed.dist.host.channel import functions
@@ -45,6 +46,7 @@ class Answer:
     num_received: int
     num_collectives: int
     num_declared: int
+    traffic: Traffic
 
 
 def expert_weight(expert: int) -> torch.Tensor:
@@ -111,7 +113,8 @@ def exchange(groups: Groups, name: str, num_experts: int, rows_by_rank: list[Row
     assert combined.dtype == dtype
     backend.close()
     backend.close()
-    return Answer(combined, num_received, len(calls), backend.capabilities.collectives_per_layer)
+    declared = backend.capabilities.collectives_per_layer
+    return Answer(combined, num_received, len(calls), declared, backend.traffic)
 
 
 def dense(rows: Rows) -> torch.Tensor:
@@ -240,6 +243,27 @@ def test_a_row_travels_once_to_each_rank_that_needs_it(
     assert [answer.num_received for answer in answers] == [3, 2]
     answers = workers(2).run(exchange, "allgather_reducescatter", 7, rows_by_rank)
     assert [answer.num_received for answer in answers] == [5, 5]
+
+
+@pytest.mark.parametrize("load", ["ragged", "padding", "same_expert_twice", "only_padding"])
+@pytest.mark.parametrize(("name", "world_size"), GROUPS)
+def test_rows_are_counted_by_where_they_went(
+    workers: Callable[[int], WorkerPool], name: str, world_size: int, load: str
+) -> None:
+    num_experts, rows_by_rank = LOADS[load](world_size, torch.float32)
+    placement = ExpertPlacement.linear(num_experts, world_size)
+    answers = workers(world_size).run(exchange, name, num_experts, rows_by_rank)
+    for rows, answer in zip(rows_by_rank, answers, strict=True):
+        needed = [
+            sum(any(expert in held for expert in row) for row in rows.ids.tolist())
+            for held in map(placement.local_expert_ids, range(world_size))
+        ]
+        expected = {"local": [0], "allgather_reducescatter": [len(rows.ids)] * world_size}
+        assert answer.traffic.rows_sent.tolist() == expected.get(name, needed)
+        # D values of 4 bytes and K choices; on the wire each part is padded to 8: 24 + 16 + 16.
+        row_bytes = {"local": 0, "all2allv": 20 + K * 12 if functions() else 56}.get(name, 56)
+        assert answer.traffic.dispatch_row_bytes == row_bytes
+        assert answer.traffic.combine_row_bytes == (0 if name == "local" else 20)
 
 
 def exchange_unchanged(groups: Groups, name: str) -> bool:

@@ -29,7 +29,7 @@ class Broken:
     """A backend with one `fault`, on the ranks of `faulty` only."""
 
     def __init__(self, sound: All2AllBackend, fault: str, rank: int, faulty: list[int]) -> None:
-        self.capabilities = sound.capabilities
+        self.capabilities, self.traffic = sound.capabilities, sound.traffic
         self._sound = sound
         self._fault = fault if rank in faulty else "none"
 

@@ -19,6 +19,7 @@ from moed.config.model import bundled_checkpoint
 from tests.daemon import Daemon, events
 
 PROMPT = [65, 70, 81, 92, 33, 47, 58, 101, 77]
+OPERATIONS, PHASES = ("dispatch", "combine"), ("prefill", "decode")
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +107,77 @@ def test_every_row_is_counted_once(daemon: Daemon) -> None:
         assert [len(held) for held in layer["experts_by_rank"]] == [4, 4]
         assert len(layer["rows"]) == model["num_experts"] and layer["imbalance"] >= 1
         assert sum(layer["window_rank_rows"]) == sum(layer["window_rows"])
-    samples = daemon.metrics()
-    assert sum(samples["moed:moe_rows_total", rank] for rank in (0, 1)) == total(load)
+    assert sum(map(daemon.rank_tokens, (0, 1))) == total(load)
+    assert [value for _, value in daemon.series("moed:dropped_tokens_total")] == [0]
+
+
+def wire_bytes(daemon: Daemon) -> dict[tuple[str, str, str], int]:
+    return {
+        (labels["op"], labels["scope"], labels["phase"]): int(value)
+        for labels, value in daemon.series("moed:all2all_bytes_total")
+    }
+
+
+def computed(daemon: Daemon) -> dict[str, float]:
+    """Rows by phase."""
+    found = dict.fromkeys(PHASES, 0.0)
+    for labels, value in daemon.series("moed:rank_tokens_total"):
+        found[labels["phase"]] += value
+    return found
+
+
+def test_bytes_between_ranks_are_those_of_the_rows_that_had_to_go(daemon: Daemon) -> None:
+    daemon.complete(PROMPT, 1, 0)
+    time.sleep(0.5)
+    before, rows_before = wire_bytes(daemon), total(load_of(daemon))
+    computed_before = computed(daemon)
+    answer = daemon.complete(PROMPT, 6, 0, return_routed_experts=True)["choices"][0]
+    model = json.loads((bundled_checkpoint() / "config.json").read_text())
+    top_k, num_layers = model["num_experts_per_tok"], model["num_hidden_layers"]
+    num_rows = len(PROMPT) + 5
+    load = wait_total(daemon, rows_before + num_rows * top_k * num_layers)
+    chosen = decoded(answer["routed_experts"])
+    # Rows of rank 0 with an expert on rank 1, by whether they are of the prompt.
+    num_sent = {"prefill": 0, "decode": 0}
+    for index, layer in enumerate(load["layers"]):
+        far = set(layer["experts_by_rank"][1])
+        for position in range(num_rows):
+            goes = bool(far & set(chosen[position, index].tolist()))
+            num_sent["prefill" if position < len(PROMPT) else "decode"] += goes
+    assert min(num_sent.values()) > 0
+    # The model computes in float32; an id of 64 bits and a weight of 32 go with each choice.
+    result_bytes = model["hidden_size"] * 4
+    after = wire_bytes(daemon)
+    # Rank 1 has no tokens of its own: it computes in the phase of all.
+    grown = {phase: count - computed_before[phase] for phase, count in computed(daemon).items()}
+    per_row = top_k * num_layers
+    assert grown == {"prefill": len(PROMPT) * per_row, "decode": 5 * per_row}
+    for phase, count in num_sent.items():
+        sent = {op: after[op, "intra", phase] - before[op, "intra", phase] for op in OPERATIONS}
+        assert sent == {
+            "dispatch": count * (result_bytes + 12 * top_k),
+            "combine": count * result_bytes,
+        }
+        assert all(after[op, "inter", phase] == 0 for op in OPERATIONS)
+
+
+def test_parts_of_layers_are_timed_in_both_phases(daemon: Daemon) -> None:
+    daemon.complete(PROMPT, 4, 1)
+    daemon.assert_at_rest()
+    expected = {(op, phase) for op in OPERATIONS for phase in PHASES}
+    exchanges = daemon.series("moed:all2all_seconds_count")
+    assert {(labels["op"], labels["phase"]) for labels, count in exchanges if count} == expected
+    for name in ("moe_gemm", "attention"):
+        counts = daemon.series(f"moed:{name}_seconds_count")
+        assert {labels["phase"] for labels, count in counts if count} == set(PHASES)
+        (seconds,) = (
+            value
+            for labels, value in daemon.series(f"moed:{name}_seconds_sum")
+            if labels["phase"] == "decode"
+        )
+        assert 0 < seconds < 60
+    balanced = daemon.series("moed:expert_balancedness")
+    assert {labels["phase"] for labels, value in balanced if 0 < value <= 1} == set(PHASES)
 
 
 def test_a_placement_with_copies_serves_the_same_answers(daemon: Daemon, tmp_path: Path) -> None:

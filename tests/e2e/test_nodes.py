@@ -25,6 +25,10 @@ def test_two_nodes_serve_and_stop_together() -> None:
         assert first.tokens(PROMPT, 8, 1) == tokens
         assert probe(second).json() == {"status": "ready", "reason": None, "node": 1, "ranks": [1]}
         assert "rank-0" in first.log and "rank-1:" not in first.log
+        sent = {"intra": 0.0, "inter": 0.0}
+        for labels, num_bytes in first.series("moed:all2all_bytes_total"):
+            sent[labels["scope"]] += num_bytes
+        assert sent["inter"] > 0 == sent["intra"]
         # A signal to any node drains and stops all of them.
         url, body = f"{first.url}/v1/completions", {**LONG, "max_tokens": 60}
         with httpx.stream("POST", url, json=body, timeout=60) as response:

@@ -64,6 +64,7 @@ def test_answers_are_those_of_one_process(
         daemon.wait_ready()
         assert answers_under_load(daemon) == expected
         daemon.assert_alive()
+        assert [value for _, value in daemon.series("moed:dropped_tokens_total")] == [0]
         daemon.process.terminate()
         assert daemon.wait_exit(20) == 0
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -92,3 +93,45 @@ def test_a_prefix_hit_is_told_alike(daemon: Daemon) -> None:
     assert whole == last["usage"]
     assert whole["prompt_tokens_details"]["cached_tokens"] > B
     assert [first[key] for key in COUNTS] == [whole[key] for key in COUNTS]
+
+
+def test_preemption_changes_no_count_and_no_token() -> None:
+    """So few KV blocks that four requests push each other out; two begin alike."""
+    beginning = [65] * 32
+    prompts = [[*beginning, 70 + index] if index < 2 else [90 + index] * 33 for index in range(4)]
+    bodies = [
+        {
+            "prompt": prompt,
+            "max_tokens": 100,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "cache_salt": str(index),
+        }
+        for index, prompt in enumerate(prompts)
+    ]
+    with Daemon("--num-kv-blocks", "14", "--max-model-len", "200", ranks=1) as daemon:
+        daemon.wait_ready()
+        client = httpx.Client(base_url=daemon.url, timeout=60)
+        with client, ThreadPoolExecutor(4) as pool:
+            alone = [client.post(PATHS[0], json=body).json() for body in bodies]
+            httpx.post(f"{daemon.url}/reset_prefix_cache", timeout=10).raise_for_status()
+            together = list(pool.map(lambda b: client.post(PATHS[0], json=b).json(), bodies))
+            num_preempted = daemon.metrics()["moed:num_preemptions_total", 0]
+            assert num_preempted > 0
+            httpx.post(f"{daemon.url}/reset_prefix_cache", timeout=10).raise_for_status()
+            usage = {"stream_options": {"include_usage": True}}
+            ends = pool.map(lambda b: list(streamed(client, PATHS[0], {**b, **usage}))[-1], bodies)
+            told = [end["usage"] for end in ends]
+            assert daemon.metrics()["moed:num_preemptions_total", 0] > num_preempted
+        metrics = daemon.metrics()
+        daemon.assert_alive()
+    for one, other in zip(alone, together, strict=True):
+        assert one["choices"][0]["token_ids"] == other["choices"][0]["token_ids"]
+    expected = {"prompt_tokens": 33, "completion_tokens": 100, "total_tokens": 133}
+    for found in [answer["usage"] for answer in (*alone, *together)] + told:
+        assert {key: found[key] for key in COUNTS} == expected
+        # What a request finds again of its own is no hit.
+        assert found["prompt_tokens_details"]["cached_tokens"] == 0
+    assert metrics["moed:prompt_tokens_total", 0] == 12 * 33
+    assert metrics["moed:generation_tokens_total", 0] == 12 * 100

@@ -11,6 +11,7 @@ from moed.config.engine_config import FusedMoEConfig
 from moed.config.errors import TokenBudgetExceeded
 from moed.config.expert_placement import ExpertPlacement
 from moed.dist.all2all.base import Dispatched
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.dp_metadata import DPMetadata
 from moed.dist.placement import SlotMap
 from moed.dist.registry import capabilities
@@ -34,6 +35,7 @@ class OneRank:
 
     def __init__(self) -> None:
         self.capabilities = capabilities()["local"]
+        self.traffic = Traffic(torch.zeros(1, dtype=torch.int64), 0, 0)
         self.calls: list[tuple[str, int]] = []
 
     def dispatch(

@@ -92,19 +92,35 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them has to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Body):
+    """`tool_choice` among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def check_tool_choice(value: Any) -> Any:
     allowed = (
-        'must be \'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": …}}'
+        'must be \'none\', \'auto\', \'required\', {"type": "function", "function": {"name": …}}, '
+        'or {"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
     )
     if value is None or value in ("none", "auto", "required"):
         return value
+    is_some = isinstance(value, dict) and value.get("type") == "allowed_tools"
     try:
-        return NamedTool.model_validate(value)
+        return (AllowedToolsChoice if is_some else NamedTool).model_validate(value)
     except ValidationError:
         raise wrong(allowed) from None
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | None
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None
 
 # `fail_fast`: one error is told, so none is looked for behind it.
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

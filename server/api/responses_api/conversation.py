@@ -187,9 +187,18 @@ def _tool(tool: FunctionTool, index: int) -> Item:
 def _tool_choice(given: str | Item | None) -> Any:
     if not isinstance(given, dict):
         return given
-    if given.get("type") != "function":
+    if given.get("type") == "allowed_tools" and isinstance(given.get("tools"), list):
+        tools = [_named(tool) for tool in given["tools"]]
+        allowed = {"mode": given.get("mode"), "tools": tools}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return _named(given)
+
+
+def _named(given: Any) -> Item:
+    if not isinstance(given, dict) or given.get("type") != "function":
         raise UnsupportedParameter(
-            "tool_choice must be 'none', 'auto', 'required', or a function by its name",
+            "tool_choice must be 'none', 'auto', 'required', a function by its name, or "
+            "'allowed_tools' with a list of those",
             param="tool_choice",
         )
     name = _string(given, "name", "tool_choice")

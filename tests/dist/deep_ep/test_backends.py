@@ -11,8 +11,10 @@ from moed.config.capabilities import DeepEPMode
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError, MoedError, PeerLost
 from moed.dist.all2all import deepep
+from moed.dist.all2all.traffic import Traffic
 from moed.dist.deep_ep.loading import DeepEP, Unavailable
 from moed.dist.deep_ep.rules import ContractViolation, Mode
+from moed.dist.dp_metadata import DPMetadata
 from moed.dist.groups import Groups
 from moed.dist.registry import capabilities, create_backend
 from moed.dist.selfcheck import check_backend
@@ -52,6 +54,36 @@ def test_no_rule_is_broken(workers: Callable[[int], WorkerPool], name: str, num_
     # Low latency wants ranks x capacity to be a multiple of 4: of 2 ranks each rounds 9 up.
     rounded = 10 if capabilities()[name].received_rows_multiple == 4 and num_ranks == 2 else 9
     assert workers(num_ranks).run(check_strictly, name) == [rounded] * num_ranks
+
+
+def sent(groups: Groups, name: str) -> Traffic:
+    """Of rank 0's three rows and rank 1's none; the first row's last choice is padding."""
+    config = config_of(name, groups.world_size)
+    num_rows = 3 if groups.rank == 0 else 0
+    backend = create_backend(
+        name, groups, config.placement(), config.fused_moe, torch.bfloat16, CPU
+    )
+    # Experts 0..2 lie on rank 0.
+    ids = torch.tensor([[0, 1, -1], [2, 3, 4], [5, 4, 3]])[:num_rows]
+    hidden = torch.ones(num_rows, config.model.hidden_size, dtype=torch.bfloat16)
+    metadata = DPMetadata(torch.tensor([3, 0], dtype=torch.int32), groups.rank, 0)
+    dispatched = backend.dispatch(hidden, ids, torch.ones(num_rows, 3), metadata)
+    backend.combine(dispatched.hidden, dispatched)
+    backend.close()
+    return backend.traffic
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_counted_by_where_they_went(
+    workers: Callable[[int], WorkerPool], name: str
+) -> None:
+    first, second = workers(2).run(sent, name)
+    by_choice = name == "deepep_low_latency"
+    assert first.rows_sent.tolist() == ([2 + 1, 2 + 3] if by_choice else [2, 2])
+    assert second.rows_sent.tolist() == [0, 0]
+    row_bytes = 2048 * 2
+    assert first.combine_row_bytes == row_bytes
+    assert first.dispatch_row_bytes == row_bytes + (0 if by_choice else 3 * 12)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -121,7 +121,7 @@ class RankGroup:
 
     def _has_rows(self, rank: int) -> bool:
         load = self.expert_loads.get(rank)
-        return load is not None and sum(map(sum, load.rows)) > 0
+        return load is not None and sum(map(sum, load.rows["prefill"])) > 0
 
     def _is_settled(self) -> bool:
         num_steps = {stats.num_steps for stats in self.stats.values()}

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from moed.config.engine_config import SchedulerConfig
 from moed.config.graphs import EAGER, GraphShape
 from moed.dist.agreement import Agreed, StepRecord, decide
+from moed.dist.all2all.traffic import Traffic
+from moed.moe.part_times import PartTimes
 from moed.server.block_manager import BlockManager
 from moed.server.engine_loop import EngineLoop
 from moed.server.expert_reports import ExpertReports
@@ -26,6 +29,7 @@ from moed.server.messages import (
     ToEngine,
     Wake,
 )
+from moed.server.part_times import PartSamples
 from moed.server.scheduler import Schedule, Scheduler
 from moed.server.step_plan import StepPlans
 from tests.moe.harness import one_rank
@@ -39,6 +43,7 @@ from tests.server.engine.fakes import (
 )
 
 PATIENCE_S = 20.0
+NO_TRAFFIC = Traffic(torch.zeros(1, dtype=torch.int64), 0, 0)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "ahead"], autouse=True)
@@ -99,9 +104,15 @@ class TableAgreement:
         self.kinds: list[Any] = []
 
     def agree(
-        self, step_id: int, num_tokens: int, state: Any, wake_number: int, graph: GraphShape
+        self,
+        step_id: int,
+        num_tokens: int,
+        state: Any,
+        wake_number: int,
+        graph: GraphShape,
+        has_prompts: bool,
     ) -> Agreed:
-        record = StepRecord(step_id, num_tokens, state, wake_number, graph, 7)
+        record = StepRecord(step_id, num_tokens, state, wake_number, graph, has_prompts, 7)
         self.table.records[self.rank] = record
         self.table.barrier.wait(PATIENCE_S)
         records = tuple(self.table.records[rank] for rank in range(self.table.num_ranks))
@@ -117,17 +128,24 @@ class CountedModel:
     moe_rows = torch.tensor([[3, 0]])
 
 
+@dataclass
 class StepBatch:
     """What the fake runner computes with, as the device has it before the step."""
 
-    def __init__(self, schedule: Schedule, chosen: torch.Tensor | None) -> None:
-        self.num_tokens, self.routed_experts = schedule.num_tokens, None
+    num_tokens: int
+    prefixes: list[list[int]]
+    routed_experts: torch.Tensor | None = None
+    times: PartTimes | None = None
+
+    @classmethod
+    def of(cls, schedule: Schedule, chosen: torch.Tensor | None) -> "StepBatch":
         tokens = [] if chosen is None else chosen.tolist()
-        self.prefixes = [
+        prefixes = [
             work.tokens[: position + 1]
             for work in (Work.of(scheduled, tokens) for scheduled in schedule.requests)
             for position in work.scheduled.logits_positions
         ]
+        return cls(schedule.num_tokens, prefixes)
 
 
 class FakeRunner:
@@ -137,7 +155,7 @@ class FakeRunner:
         self.steps: list[int] = []
 
     def batch(self, schedule: Schedule, chosen: torch.Tensor | None = None) -> StepBatch:
-        return StepBatch(schedule, chosen)
+        return StepBatch.of(schedule, chosen)
 
     def graph_for(self, batch: StepBatch) -> GraphShape:
         return EAGER
@@ -182,7 +200,10 @@ class Rank:
             channel=self.channel,
             faults=Faults(faults, rank, 0),
             grammars=GrammarMasks(engine_config().model, num_threads=1),
-            expert_reports=ExpertReports(rank, CountedModel(), self.channel.send),
+            expert_reports=ExpertReports(
+                rank, CountedModel(), NO_TRAFFIC, range(4), self.channel.send
+            ),
+            part_samples=PartSamples(torch.device("cpu")),
             first_step_id=1,
             step_ahead=self.step_ahead,
         )

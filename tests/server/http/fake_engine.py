@@ -8,7 +8,6 @@ from moed.server.channel import EngineChannel
 from moed.server.messages import (
     AbortRequests,
     AddRequest,
-    ExpertLoad,
     PauseRequests,
     RankProgress,
     RankReady,
@@ -21,6 +20,7 @@ from moed.server.messages import (
     Wake,
 )
 from moed.server.wire import Wire
+from tests.server.engine.loads import expert_load
 
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
@@ -167,7 +167,7 @@ class FakeEngine:
             self._num_steps += 1
             if time.monotonic() - self._told_load_at >= self.load_interval_s:
                 self._told_load_at = time.monotonic()
-                channel.send(ExpertLoad(self.rank, [0], [self.expert_rows]))
+                channel.send(expert_load(self.rank, [0], [self.expert_rows]))
             channel.send(StepOutputs(self.rank, outputs, self._stats()))
             time.sleep(self.step_s)
         elif self._running:

@@ -144,6 +144,8 @@ def test_parameters_without_effect_are_no_unknown_ones(served: Served) -> None:
         ("kv_transfer_params", {"a": 1}),
         ("suffix", "x"),
         ("thinking_token_budget", 5),
+        ("web_search_options", {}),
+        ("functions", [{"name": "f"}]),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(

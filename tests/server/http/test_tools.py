@@ -219,6 +219,40 @@ def test_a_call_that_is_cut_short_ends_for_length(hermes: Served) -> None:
     assert put_together(hermes.stream(PATH, **body)) == flat(choice)
 
 
+@pytest.mark.parametrize(
+    ("raw", "more", "content", "calls", "reason"),
+    [
+        # Cut by the client's own stop string, no call is to be made.
+        ('W<tool_call>{"name": "now", "arguments": {"a": "x STOP y', {"stop": "STOP"},
+         "W", [["now", '{"a": "x ']], "stop"),
+        ('<tool_call>{"name": "now", "arguments": {}} STOP', {"stop": "STOP"},
+         "", [["now", "{}"]], "tool_calls"),
+        ('W<tool_call>{"name": "no', {}, 'W<tool_call>{"name": "no', [], "stop"),
+        # Written so by the model itself.
+        ('W<tool_call>{"name": "now", "arguments": {"a": [1, {"b"', {},
+         "W", [["now", '{"a": [1, {"b"']], "tool_calls"),
+        ('<tool_call>{"name": "now"}</tool_call><tool_call>{"na', {},
+         '<tool_call>{"na', [["now", "{}"]], "tool_calls"),
+        ('<tool_call>{"name": "now"}</tool_call><tool_call>{"na' + "x" * 60, {"max_tokens": 60},
+         # Some of the marks and names are one token.
+         '<tool_call>{"na' + "x" * 28, [["now", "{}"]], "length"),
+    ],
+)  # fmt: skip
+def test_half_a_call_loses_nothing_and_ends_for_its_own_reason(
+    hermes: Served, raw: str, more: dict[str, Any], content: str, calls: Any, reason: str
+) -> None:
+    says(hermes, raw)
+    body: dict[str, Any] = {"messages": USER, "tools": TOOL_LIST, **more}
+    (choice,) = hermes.chat(**body)["choices"]
+    assert flat(choice) == {
+        "content": content,
+        "reasoning": "",
+        "calls": calls,
+        "finish_reason": reason,
+    }
+    assert put_together(hermes.stream(PATH, **body)) == flat(choice)
+
+
 def test_without_tools_nothing_is_a_call(hermes: Served) -> None:
     raw = '<tool_call>{"name": "now"}</tool_call>'
     says(hermes, raw)
@@ -241,11 +275,18 @@ def test_one_call_where_parallel_ones_are_not_wanted(hermes: Served) -> None:
     assert put_together(hermes.stream(PATH, **body)) == flat(choice)
 
 
+def some_of(mode: str, *names: str) -> dict[str, Any]:
+    """`tool_choice` among tools by their names."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("choice", "allowed", "forbidden"),
     [
         ("required", ["get_weather", "now"], []),
         ({"type": "function", "function": {"name": "now"}}, ["now"], ["get_weather"]),
+        (some_of("required", "now"), ["now"], ["get_weather"]),
     ],
 )
 def test_enforced_calls_reach_the_engine_as_a_grammar(
@@ -258,6 +299,27 @@ def test_enforced_calls_reach_the_engine_as_a_grammar(
         assert f'\\"name\\": \\"{name}\\"' in json.loads(grammar)["grammars"][1]["lark_grammar"]
     for name in forbidden:
         assert name not in grammar
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/responses"])
+def test_the_model_is_told_of_the_tools_that_it_may_choose_from(
+    tmp_path: pathlib.Path, path: str
+) -> None:
+    template = CHATML + "{# <tool_call> #}{% for tool in tools or [] %}{{ tool }}{% endfor %}"
+    choice, tools, said = some_of("auto", "now"), TOOL_LIST, "messages"
+    if path == "/v1/responses":
+        named = [{"type": "function", "name": "now"}]
+        choice, said = {"type": "allowed_tools", "mode": "auto", "tools": named}, "input"
+        tools = [{"type": "function", **tool["function"]} for tool in TOOL_LIST]
+    with serve(checkpoint_of(tmp_path / "told", template, ())) as served:
+        tokenizer = Tokenizer.from_file(served.config.model.path + "/tokenizer.json")
+        body = {said: USER, "tools": tools}
+        for some, names in ((choice, {"now"}), ("auto", set(TOOLS))):
+            response = served.post(path, {**body, "tool_choice": some})
+            assert response.status_code == 200, response.text
+            prompt = tokenizer.decode(served.last_request.prompt_token_ids)
+            assert {name for name in TOOLS if name in prompt} == names
+            assert served.last_request.params.grammar is None
 
 
 def test_auto_is_free(hermes: Served) -> None:
@@ -419,3 +481,27 @@ def test_the_client_is_told_what_is_not_done_for_its_tools(
         (warning,) = served.chat(messages=USER, tools=TOOL_LIST)["warnings"]
         assert "as text" in warning
         assert served.stream(PATH, messages=USER, tools=TOOL_LIST)[0]["warnings"] == [warning]
+
+
+ALTERNATING = (
+    "{%- for message in messages %}{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant/user/assistant') }}{%- endif %}"
+    "{{ message.role }}: {{ message.content }}\n{%- endfor %}"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [PATH, "/v1/responses", "/v1/messages"])
+def test_what_a_template_refuses_is_told_in_its_words(
+    tmp_path: pathlib.Path, path: str, stream: bool
+) -> None:
+    user, assistant = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+    name = "input" if path == "/v1/responses" else "messages"
+    limit = {"max_tokens": 2} if path == "/v1/messages" else {}
+    with serve(checkpoint_of(tmp_path / "alternating", ALTERNATING, ())) as served:
+        for conversation in ([user, user], [assistant], [user, assistant, assistant]):
+            body = {name: conversation, "stream": stream, **limit}
+            response = served.post(path, body)
+            assert response.status_code == 400, response.text
+            assert "roles must alternate user/assistant" in response.json()["error"]["message"]
+        assert served.post(path, {name: [user], **limit}).status_code == 200

@@ -304,7 +304,12 @@ def test_bad_tools(served: Served, tools: Any) -> None:
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.mark.parametrize("choice", ["required", TOOL])
+SOME: dict[str, Any] = {"mode": "auto", "tools": [TOOL]}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", TOOL, {"type": "allowed_tools", "allowed_tools": SOME}], ids=str
+)
 def test_forced_tools_need_tools(served: Served, choice: Any) -> None:
     nothing: list[dict[str, Any]] = [{}, {"tools": None}, {"tools": []}]
     for tools in nothing:
@@ -312,7 +317,11 @@ def test_forced_tools_need_tools(served: Served, choice: Any) -> None:
         assert "tools" in check(response, 400, "tool_choice", "invalid_value")["message"]
 
 
-BAD_CHOICES = ["any", 5, [], {}, {"type": "function"}, {"type": "function", "function": {}}]
+BAD_CHOICES: list[Any] = [
+    *("any", 5, [], {}, {"type": "function"}, {"type": "function", "function": {}}),
+    *({"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": {**SOME, "mode": "x"}}),
+    {"type": "allowed_tools", "allowed_tools": {**SOME, "tools": []}},
+]
 
 
 @pytest.mark.parametrize("choice", BAD_CHOICES, ids=str)
@@ -323,8 +332,10 @@ def test_bad_tool_choice(served: Served, choice: Any) -> None:
 
 def test_named_tool_must_be_there(served: Served) -> None:
     named = {"type": "function", "function": {"name": "g" * 5000}}
-    response = served.post(CHAT, {"messages": USER, "tool_choice": named, "tools": [TOOL]})
-    assert "f" in check(response, 400, "tool_choice", "invalid_value")["message"]
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL, named]}}
+    for choice in (named, some):
+        response = served.post(CHAT, {"messages": USER, "tool_choice": choice, "tools": [TOOL]})
+        assert "f" in check(response, 400, "tool_choice", "invalid_value")["message"]
 
 
 def test_forced_tools_need_a_known_format(served: Served) -> None:
@@ -430,6 +441,29 @@ def test_ten_thousand_messages(served: Served) -> None:
 def test_unknown_paths(served: Served, path: str, method: str) -> None:
     error = check(served.http.request(method, path), 404, None)
     assert path in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", CHAT),
+        ("POST", "/v1/v1/chat/completions", CHAT),
+        ("POST", "//v1//chat/completions/", CHAT),
+        ("GET", "/models", "/v1/models"),
+        ("GET", "/models/tiny", "/v1/models/tiny"),
+        ("GET", "/metrics/", "/metrics"),
+        ("GET", "/chat/completions", None),
+        ("POST", "/v1/embeddings", None),
+        ("GET", "/v1" * 1000, None),
+        ("GET", "/", None),
+    ],
+)
+def test_a_path_that_is_nearly_right_is_told(
+    served: Served, method: str, path: str, meant: str | None
+) -> None:
+    error = check(served.http.request(method, f"{served.url}{path}"), 404, None)
+    assert ("did you mean" in error["message"]) == (meant is not None)
+    assert meant is None or f"did you mean {meant}?" in error["message"]
 
 
 @pytest.mark.parametrize(
