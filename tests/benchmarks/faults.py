@@ -19,8 +19,8 @@ from tests.small_disk import SmallDiskDaemon
 
 RECOVERY_S = 60.0
 NUM_STREAMS = 6
-NUM_TOKENS = 400
-SLOW_READER_TIMEOUT_S = 4
+NUM_TOKENS = 200
+SLOW_READER_TIMEOUT_S = 2
 LOST, AGAIN = "Forming the group anew", "ready again"
 # Processes that use less of a core, for so long, do no work.
 STILL_SHARE, STILL_S = 0.15, 0.3

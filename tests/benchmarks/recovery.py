@@ -48,10 +48,7 @@ from tests.small_disk import SmallDiskDaemon, why_not
 
 START_S = 120.0
 MEDIAN_S, WORST_S = 5.0, 15.0
-LIMITS = (
-    *("--max-restarts", "100000", "--step-timeout", "2"),
-    *("--slow-reader-timeout", str(SLOW_READER_TIMEOUT_S)),
-)
+LIMITS = ("--max-restarts", "100000", "--slow-reader-timeout", str(SLOW_READER_TIMEOUT_S))
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,8 @@ class Fault:
     text: str
     measure: Measure
     daemon: type[Daemon] = Daemon
+    arguments: tuple[str, ...] = ()
+    """Of its daemon."""
     is_of_a_rank: bool = True
 
 
@@ -68,7 +67,7 @@ FAULTS = {
     "kill": Fault("SIGKILL of rank {}", losing(1, kill_rank)),
     "twice": Fault("SIGKILL of rank {}, and again", losing(2, kill_twice)),
     "another": Fault("SIGKILL of rank {}, then the next", losing(2, kill_another)),
-    "stop": Fault("SIGSTOP of rank {}", losing(1, stop)),
+    "stop": Fault("SIGSTOP of rank {}", losing(1, stop), arguments=("--step-timeout", "2")),
     "disk": Fault("disk full, then SIGKILL of rank {}", full_disk, SmallDiskDaemon),
     "reader": Fault("a reader of rank {} stalls", stalled_reader),
     "http": Fault("SIGKILL of the front end", front_end, is_of_a_rank=False),
@@ -82,6 +81,7 @@ class Bench:
         self._ranks = ranks
         self._serve = serve
         self._bed: Bed | None = None
+        self._arguments: tuple[str, ...] = ()
 
     def run(self, fault: Fault, repeats: int) -> list[Row]:
         rows = []
@@ -95,7 +95,7 @@ class Bench:
 
     def _repeat(self, fault: Fault, row: Row, victim: int) -> None:
         try:
-            fault.measure(self._bed_of(fault.daemon), row, victim)
+            fault.measure(self._bed_for(fault), row, victim)
         except Exception as error:
             row.failures.append(f"{type(error).__name__}: {str(error)[:1000]}")
             traceback.print_exc()
@@ -103,11 +103,13 @@ class Bench:
                 print("\n".join(self._bed.daemon.lines[-150:]), file=sys.stderr, flush=True)
             self.close()
 
-    def _bed_of(self, kind: type[Daemon]) -> Bed:
-        if self._bed is not None and type(self._bed.daemon) is kind:
+    def _bed_for(self, fault: Fault) -> Bed:
+        is_kind = self._bed is not None and type(self._bed.daemon) is fault.daemon
+        if self._bed is not None and is_kind and self._arguments == fault.arguments:
             return self._bed
         self.close()
-        daemon = kind(*LIMITS, *self._serve, ranks=self._ranks)
+        self._arguments = fault.arguments
+        daemon = fault.daemon(*LIMITS, *fault.arguments, *self._serve, ranks=self._ranks)
         try:
             self._bed = Bed(daemon.wait_ready(START_S))
         except BaseException:
