@@ -70,7 +70,10 @@ def test_killed_rank_ends_everything_where_that_is_asked_for(victim: int) -> Non
         while not all(len(outcome) > 3 for outcome in outcomes.values()):
             assert time.monotonic() < deadline, "the streams did not start"
             time.sleep(0.01)
-        psutil.Process(daemon.pid(f"rank-{victim}")).kill()
+        with watched_readiness(url) as statuses:
+            psutil.Process(daemon.pid(f"rank-{victim}")).kill()
+            daemon.process.wait(15)
+        assert "failed" in statuses
         for reader in readers:
             reader.join(10)
             assert not reader.is_alive(), "a client waited more than 10 s"
@@ -82,6 +85,26 @@ def test_killed_rank_ends_everything_where_that_is_asked_for(victim: int) -> Non
         assert f"rank {victim} ended without a word: killed by SIGKILL" in daemon.lines[-1]
         wait_gone(pids, 5)
         assert port_is_free(url)
+
+
+@contextlib.contextmanager
+def watched_readiness(url: str) -> Iterator[set[str]]:
+    """All that the daemon says of its readiness meanwhile."""
+    found: set[str] = set()
+    over = threading.Event()
+
+    def watch() -> None:
+        with httpx.Client(timeout=5) as http, contextlib.suppress(httpx.TransportError):
+            while not over.is_set():
+                found.add(http.get(f"{url}/readyz").json()["status"])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join(10)
 
 
 def test_killed_launcher_takes_its_children_and_a_restart_works() -> None:

@@ -18,6 +18,7 @@ from tests.e2e.memory_watch import MemoryWatch
 from tests.e2e.random_clients import Accounts, Known, RandomClient
 from tests.e2e.stalled import BODY as STALLED
 from tests.e2e.stalled import StalledReader, num_paused
+from tests.e2e.streams import Stream
 from tests.e2e.test_storm import flat, levels
 
 pytestmark = pytest.mark.slow
@@ -77,9 +78,9 @@ class Soak:
 
     async def run(self) -> None:
         known = await asyncio.to_thread(known_answers, self._daemon)
-        self._solo = await asyncio.to_thread(
-            self._daemon.tokens, STALLED["prompt"], STALLED["max_tokens"]
-        )
+        alone = Stream(self._daemon, {**STALLED, "n": 1, "logprobs": None})
+        await asyncio.to_thread(alone.join, LONGEST_STALL_S)
+        self._solo = alone.choices[0].token_ids
         self._may_go_on.set()
         clients = [
             RandomClient(self._daemon.url, seed, known, self.accounts).run(
