@@ -107,18 +107,36 @@ def watched_readiness(url: str) -> Iterator[set[str]]:
         thread.join(10)
 
 
-def test_killed_launcher_takes_its_children_and_a_restart_works() -> None:
-    with Daemon() as daemon:
+def test_killed_launcher_takes_its_children_and_a_restart_works(tmp_path: pathlib.Path) -> None:
+    temporary = {"TMPDIR": str(tmp_path)}
+    with Daemon(environment=temporary) as daemon:
         daemon.wait_ready()
-        pids = all_pids(daemon)
+        # So that the process which tries grammars is there too.
+        regex = {"prompt": [65], "max_tokens": 4, "structured_outputs": {"regex": "[ab]+"}}
+        assert daemon.post("/v1/completions", regex).status_code == 200
+        everyone = psutil.Process(daemon.process.pid).children(recursive=True)
+        pids = [daemon.process.pid, *(process.pid for process in everyone)]
+        assert set(all_pids(daemon)) < set(pids)
+        # What lies in shared memory has no name, and goes with them.
+        shared = [line for pid in pids for line in maps_of(pid) if "/dev/shm/" in line]
+        assert shared and all(line.endswith("(deleted)") for line in shared)
         daemon.process.kill()
         wait_gone(pids, 5)
         url = daemon.url
+    (left,) = tmp_path.iterdir()
     port = url.rsplit(":", 1)[1]
-    with Daemon("--port", port) as daemon:
+    with Daemon("--port", port, environment=temporary) as daemon:
         daemon.wait_ready()
         assert daemon.url == url
         daemon.assert_alive()
+        assert left not in tmp_path.iterdir()
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait_exit(15) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def maps_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
 
 def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
