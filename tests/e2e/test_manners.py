@@ -240,6 +240,16 @@ def test_rank_that_raises_in_a_step_is_named_with_its_own_error() -> None:
         assert "rank 1" in daemon.lines[-1] and "injected" in daemon.lines[-1]
 
 
+@pytest.mark.slow
+def test_not_ready_when_the_first_real_step_fails_on_any_rank() -> None:
+    fault = {"MOED_FAULT_INJECTION": "raise:rank=1:step=0"}
+    with Daemon(environment=fault) as daemon:
+        with watched_readiness(daemon.url) as statuses:
+            assert daemon.wait_exit(60) != 0
+        assert "starting" in statuses and "ready" not in statuses
+        assert "rank 1" in daemon.lines[-1] and "injected" in daemon.lines[-1]
+
+
 def test_unequal_kv_block_counts_become_the_minimum() -> None:
     blocks = {"MOED_FAULT_INJECTION": "kv_blocks:rank=1:blocks=48"}
     with Daemon("--num-kv-blocks", "64", environment=blocks) as daemon:
