@@ -1,18 +1,26 @@
-"""A full disk costs nobody anything: not the log, not the sockets' folder, not /dev/shm."""
+"""A full disk costs nobody anything: not the log, not the sockets' folder, not /dev/shm. Nor does a
+log that takes nothing, as on a disk that hangs.
+"""
 
+import fcntl
+import re
 import signal
+import time
 
+import psutil
 import pytest
 
+from tests.daemon import Daemon
 from tests.e2e.streams import KINDS, Stream, assert_same, await_growth, kill
 from tests.small_disk import SmallDiskDaemon
 
 pytestmark = pytest.mark.slow
 
 RECOVERY_S = 60.0
+F_SETPIPE_SZ = 1031
 
 
-def start_all(daemon: SmallDiskDaemon) -> list[Stream]:
+def start_all(daemon: Daemon) -> list[Stream]:
     return [Stream(daemon, body) for body in KINDS.values()]
 
 
@@ -60,3 +68,44 @@ def test_it_may_be_full_when_the_daemon_stops() -> None:
         daemon.assert_alive()
         daemon.signal(signal.SIGTERM)
         assert daemon.wait_exit(20) == 0
+
+
+class UnreadDaemon(Daemon):
+    """Its log goes into a pipe of which little fits, and which nobody reads while `is_deaf`."""
+
+    is_deaf = False
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        fcntl.fcntl(self.process.stderr, F_SETPIPE_SZ, 4096)
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            while self.is_deaf:
+                time.sleep(0.02)
+
+
+def test_a_log_that_takes_nothing_holds_nobody_up() -> None:
+    with UnreadDaemon("--log-requests") as daemon:
+        daemon.wait_ready()
+        expected = start_all(daemon)
+        for stream in expected:
+            stream.join()
+        daemon.is_deaf = True
+        # Far more lines than the pipe takes.
+        for _ in range(100):
+            assert daemon.tokens([65, 66], 1)
+        streams, launcher = start_all(daemon), psutil.Process(daemon.process.pid)
+        await_growth(streams, 5)
+        before = {child.pid for child in launcher.children()}
+        kill(daemon, "rank-1")
+        for stream in streams:
+            stream.join(RECOVERY_S)
+        assert_same(streams, expected)
+        assert len({child.pid for child in launcher.children()} - before) == 1
+        daemon.assert_alive()
+        daemon.is_deaf = False
+        daemon.wait_log(re.compile("ready again"), 20)
+        daemon.is_deaf = True
+        daemon.signal(signal.SIGTERM)
+        assert daemon.process.wait(30) == 0
+        daemon.is_deaf = False
