@@ -28,6 +28,7 @@ def main() -> None:
     try:
         sys.exit(run(parse(sys.argv[1:])))
     except MoedError as error:
+        logging.shutdown()
         print(f"moed: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -139,6 +140,7 @@ def _serve_under_torchrun(
         config = _resolve(settings, origins, log=environment.rank == 0)
         leave(serve_under_torchrun(config, environment))
     except MoedError as error:
+        logging.shutdown()
         print(f"moed: {error}", file=sys.stderr, flush=True)
         if not environment.is_single_node:
             tell_others(environment, 1, error)

@@ -268,6 +268,7 @@ class Engine:
         assert refused is None, refused
         schedule = scheduler.schedule()
         batch = runner.batch(schedule)
+        self._faults.on_step(WARM_UP_STEP_ID)
         self._plans.send(StepPlan(WARM_UP_STEP_ID, RankState.WORKING, batch))
         agreed = agreement.agree(WARM_UP_STEP_ID, schedule.num_tokens, RankState.WORKING, 0)
         logits = runner.run(batch, agreed.dp_metadata, agreed.decision.graph)

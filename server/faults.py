@@ -1,8 +1,9 @@
 """Faults on demand, for tests: parsed from `EngineConfig.fault_injection`.
 
-`kill:rank=1:step=20` SIGKILL in that step; `raise:rank=1:step=5` an exception in it; both in the
-first epoch only, as `stop:rank=1:step=9` SIGSTOP and `hang:rank=1:step=9`, which never ends that
-step. `kill_again:rank=1:step=5` SIGKILL in that step of every epoch.
+`kill:rank=1:step=20` SIGKILL in that step (0 is the one before a rank is ready);
+`raise:rank=1:step=5` an exception in it; both in the first epoch only, as `stop:rank=1:step=9`
+SIGSTOP and `hang:rank=1:step=9`, which never ends that step. `kill_again:rank=1:step=5` SIGKILL in
+that step of every epoch.
 `fail_load:rank=1` loading fails; `kv_blocks:rank=1:blocks=48` that many KV blocks on that rank.
 Several are joined by `;`.
 """

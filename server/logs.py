@@ -5,6 +5,8 @@ import json
 import logging
 import sys
 
+from moed.server.log_writer import LineHandler, LogWriter
+
 FORMAT = "%(asctime)s %(levelname)-7s [{role}] %(message)s"
 
 
@@ -35,10 +37,11 @@ class JsonFormatter(logging.Formatter):
 
 def setup_logging(role: str, level: str, log_format: str) -> None:
     """Set up this process's root logger on standard error; called again in each child."""
-    handler = logging.StreamHandler(sys.stderr)
+    writer = LogWriter(sys.stderr.fileno())
+    handler = LineHandler(writer, tells_of_dropped=True)
     text = logging.Formatter(FORMAT.format(role=role), "%H:%M:%S")
     handler.setFormatter(JsonFormatter(role) if log_format == "json" else text)
-    plain = logging.StreamHandler(sys.stderr)
+    plain = LineHandler(writer, tells_of_dropped=False)
     plain.setFormatter(logging.Formatter("%(message)s"))
     requests = logging.getLogger(REQUEST_LOGGER)
     requests.handlers[:] = [plain]

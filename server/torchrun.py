@@ -6,10 +6,8 @@ torchrun itself ends all ranks when one fails, and sends SIGTERM to all of them 
 
 import logging
 import multiprocessing
-import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +27,7 @@ from moed.server.launcher import (
     FLUSH_S,
     log_progress,
 )
-from moed.server.lifecycle import FrontendPlace, describe_exit, die_after_parent
+from moed.server.lifecycle import FrontendPlace, describe_exit, die_after_parent, leave
 from moed.server.logs import setup_logging
 from moed.server.messages import (
     Drain,
@@ -203,8 +201,7 @@ class FrontendThread:
                 if self._stopping:
                     return
                 logger.error("the HTTP front end ended: %s", describe_exit(self._process.exitcode))
-                sys.stderr.flush()
-                os._exit(EXIT_FRONTEND_DIED)
+                leave(EXIT_FRONTEND_DIED)
 
     def stop(self) -> None:
         """End the front end, within a bound."""

@@ -4,9 +4,8 @@ where.
 
 import contextlib
 import ipaddress
-import shutil
+import os
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,9 +14,11 @@ from moed.config.errors import ConfigError
 from moed.dist.hosts import own_address
 from moed.dist.launch import LaunchEnvironment
 from moed.server.lifecycle import FrontendPlace
+from moed.server.socket_folder import socket_folder
 from moed.server.wire import Wire, make_wire
 
 LOOPBACK = "127.0.0.1"
+IPC = "ipc://"
 
 
 @dataclass(frozen=True)
@@ -36,22 +37,23 @@ class Wiring:
         if self.listener is not None:
             assert number == 0
             return FrontendPlace(self.wire, number, epoch, self.listener)
+        if number:
+            # A full disk has room for its socket once that of the one before is gone.
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self.wire.address.removeprefix(IPC)}-{number - 1}")
         return FrontendPlace(Wire(f"{self.wire.address}-{number}"), number, epoch)
 
 
 @contextlib.contextmanager
 def open_wire(config: EngineConfig) -> Iterator[Wiring]:
     """On one node a socket in a folder that only this user can enter; else a port on the chosen
-    network. Raises `ConfigError` where there is no such network.
+    network. Raises `ConfigError` where there is no such folder or network.
     """
     nodes = config.nodes
     if nodes is None:
-        folder = tempfile.mkdtemp(prefix="moed-")
-        try:
-            wire, told = make_wire(f"ipc://{folder}/engines", None)
+        with socket_folder() as folder:
+            wire, told = make_wire(f"{IPC}{folder}/engines", None)
             yield Wiring(wire, None, {"address": f"{told['address']}-0"})
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         return
     host = own_address(nodes.host_interface, nodes.master_addr, nodes.master_port)
     with socket.create_server((host, 0), family=_family(host), backlog=512) as listener:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import openai
@@ -93,7 +93,7 @@ class Daemon:
         self.wait_log(re.compile(f"started {name}: process"))
         return int({found[0]: found[1] for found in STARTED.findall(self.log)}[name])
 
-    def wait_ready(self, timeout_s: float = START_S) -> "Daemon":
+    def wait_ready(self, timeout_s: float = START_S) -> Self:
         deadline = time.monotonic() + timeout_s
         url = self.url
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -190,7 +190,7 @@ class Daemon:
         self._reader.join(5)
         return code
 
-    def __enter__(self) -> "Daemon":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

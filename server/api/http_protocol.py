@@ -4,6 +4,8 @@ and no loss of a body that comes with an offer to change the protocol.
 
 import asyncio
 import logging
+import socket
+import struct
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -157,6 +159,12 @@ class HttpProtocol(HttpToolsProtocol):
             "(slow_reader_timeout)",
             self.stall_timeout_s,
         )
+        self._drop()
+
+    def _drop(self) -> None:
+        """With what lies in the kernel for a client that reads nothing, and so would stay there."""
+        if (connection := self.transport.get_extra_info("socket")) is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     def _on_head_timeout(self) -> None:

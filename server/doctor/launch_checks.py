@@ -3,15 +3,15 @@
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from moed.config.errors import MoedError
+from moed.config.errors import ConfigError, MoedError
 from moed.config.sizes import format_bytes
 from moed.server.doctor.asked import Asked
 from moed.server.doctor.finding import Finding, ok, problem, warning
 from moed.server.doctor.readings import Readings
+from moed.server.socket_folder import socket_folder
 
 ALL_ADDRESSES = ("0.0.0.0", "::", "")
 INTERFACE_VARIABLES = (
@@ -147,15 +147,11 @@ def temporary_folder() -> Iterator[Finding]:
     """Sockets between the processes lie there."""
     name = "temporary files"
     try:
-        with tempfile.TemporaryDirectory(prefix="moed-") as folder:
-            free = shutil.disk_usage(folder).free
-            parent = os.path.dirname(folder)
-    except OSError as error:
-        yield problem(
-            name,
-            f"nothing can be written: {error.strerror or error}",
-            "docker run --tmpfs /tmp, an emptyDir on /tmp in Kubernetes, or set TMPDIR",
-        )
+        with socket_folder() as folder:
+            free, parent = shutil.disk_usage(folder).free, folder.parent
+    except ConfigError as error:
+        found, _, fix = str(error).partition("; ")
+        yield problem(name, found, f"docker run --tmpfs /tmp, an emptyDir on /tmp, or {fix}")
         return
     if free < LEAST_FREE_BYTES:
         yield warning(name, f"{format_bytes(free)} free in {parent}", f"make room in {parent}")

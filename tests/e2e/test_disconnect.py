@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from tests.daemon import Daemon, events
+from tests.e2e.stalled import BODY as STALLED
+from tests.e2e.stalled import StalledReader, await_paused
 
 
 @contextlib.contextmanager
@@ -125,30 +127,10 @@ def test_slow_client_gets_everything(daemon: Daemon) -> None:
 
 @pytest.mark.slow
 def test_a_stalled_reader_gives_up_its_blocks_and_gets_everything_later(daemon: Daemon) -> None:
-    body = {**LONG, "n": 4, "temperature": 0, "logprobs": 20, "stream": True, "max_tokens": 1900}
-    host, port = daemon.url.removeprefix("http://").split(":")
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    solo = daemon.complete(LONG["prompt"], 1900)["choices"][0]["text"]
-    with socket.socket() as connection:
-        # So that little of the answer lies in the kernel.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
-        connection.settimeout(60)
-        connection.connect((host, int(port)))
-        connection.sendall(head.encode() + content)
-        wait_running(daemon, 4, 10)
+    solo = daemon.tokens(STALLED["prompt"], STALLED["max_tokens"])
+    with StalledReader(daemon) as reader:
         # Nobody reads: all four are put aside, and hold no KV block.
-        wait_running(daemon, 0, 60)
+        await_paused(daemon, 4, 60)
         daemon.assert_at_rest()
         assert daemon.complete([70], 20)["usage"]["completion_tokens"] == 20
-        received = b""
-        while part := connection.recv(1 << 16):
-            received += part
-    assert received.count(b"data: [DONE]") == 1
-    texts = ["", "", "", ""]
-    for line in received.splitlines():
-        if line.startswith(b"data: {"):
-            for choice in json.loads(line[6:])["choices"]:
-                texts[choice["index"]] += choice["text"]
-    assert texts == [solo] * 4
+        assert reader.read_on() == dict.fromkeys(range(4), solo)

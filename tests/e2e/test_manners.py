@@ -70,7 +70,10 @@ def test_killed_rank_ends_everything_where_that_is_asked_for(victim: int) -> Non
         while not all(len(outcome) > 3 for outcome in outcomes.values()):
             assert time.monotonic() < deadline, "the streams did not start"
             time.sleep(0.01)
-        psutil.Process(daemon.pid(f"rank-{victim}")).kill()
+        with watched_readiness(url) as statuses:
+            psutil.Process(daemon.pid(f"rank-{victim}")).kill()
+            daemon.process.wait(15)
+        assert "failed" in statuses
         for reader in readers:
             reader.join(10)
             assert not reader.is_alive(), "a client waited more than 10 s"
@@ -84,18 +87,56 @@ def test_killed_rank_ends_everything_where_that_is_asked_for(victim: int) -> Non
         assert port_is_free(url)
 
 
-def test_killed_launcher_takes_its_children_and_a_restart_works() -> None:
-    with Daemon() as daemon:
+@contextlib.contextmanager
+def watched_readiness(url: str) -> Iterator[set[str]]:
+    """All that the daemon says of its readiness meanwhile."""
+    found: set[str] = set()
+    over = threading.Event()
+
+    def watch() -> None:
+        with httpx.Client(timeout=5) as http, contextlib.suppress(httpx.TransportError):
+            while not over.is_set():
+                found.add(http.get(f"{url}/readyz").json()["status"])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def test_killed_launcher_takes_its_children_and_a_restart_works(tmp_path: pathlib.Path) -> None:
+    temporary = {"TMPDIR": str(tmp_path)}
+    with Daemon(environment=temporary) as daemon:
         daemon.wait_ready()
-        pids = all_pids(daemon)
+        # So that the process which tries grammars is there too.
+        regex = {"prompt": [65], "max_tokens": 4, "structured_outputs": {"regex": "[ab]+"}}
+        assert daemon.post("/v1/completions", regex).status_code == 200
+        everyone = psutil.Process(daemon.process.pid).children(recursive=True)
+        pids = [daemon.process.pid, *(process.pid for process in everyone)]
+        assert set(all_pids(daemon)) < set(pids)
+        # What lies in shared memory has no name, and goes with them.
+        shared = [line for pid in pids for line in maps_of(pid) if "/dev/shm/" in line]
+        assert shared and all(line.endswith("(deleted)") for line in shared)
         daemon.process.kill()
         wait_gone(pids, 5)
         url = daemon.url
+    (left,) = tmp_path.iterdir()
     port = url.rsplit(":", 1)[1]
-    with Daemon("--port", port) as daemon:
+    with Daemon("--port", port, environment=temporary) as daemon:
         daemon.wait_ready()
         assert daemon.url == url
         daemon.assert_alive()
+        assert left not in tmp_path.iterdir()
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait_exit(15) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def maps_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
 
 def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
@@ -196,6 +237,16 @@ def test_rank_that_raises_in_a_step_is_named_with_its_own_error() -> None:
                 model="moed-demo", prompt=[65], max_tokens=500, extra_body={"ignore_eos": True}
             )
         assert daemon.wait_exit(15) == 70
+        assert "rank 1" in daemon.lines[-1] and "injected" in daemon.lines[-1]
+
+
+@pytest.mark.slow
+def test_not_ready_when_the_first_real_step_fails_on_any_rank() -> None:
+    fault = {"MOED_FAULT_INJECTION": "raise:rank=1:step=0"}
+    with Daemon(environment=fault) as daemon:
+        with watched_readiness(daemon.url) as statuses:
+            assert daemon.wait_exit(60) != 0
+        assert "starting" in statuses and "ready" not in statuses
         assert "rank 1" in daemon.lines[-1] and "injected" in daemon.lines[-1]
 
 

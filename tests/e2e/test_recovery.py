@@ -154,13 +154,21 @@ def test_a_killed_front_end_is_replaced() -> None:
         while not is_ready(url):
             assert time.monotonic() - killed_at < RECOVERY_S
             time.sleep(0.01)
-        # The ranks have told the new one where they stand.
+        for orphan in orphans:
+            orphan.wait(RECOVERY_S)
+            # Cut off, and nothing looks like an end.
+            assert isinstance(orphan.error, httpx.HTTPError) and not orphan.is_done
+            assert orphan.choices[0].finish_reason is None
+        # The ranks have told the new one where they stand: they have given up both.
         daemon.assert_at_rest(2)
+        samples = daemon.metrics()
+        assert sum(samples["moed:requests_aborted_total", rank] for rank in range(2)) == 2
         stream = Stream(daemon, KINDS["greedy"])
         stream.join()
         assert_same([stream], [expected])
         assert daemon.pid("http") != old
         assert [daemon.pid("rank-0"), daemon.pid("rank-1")] == ranks
+        assert daemon.log.count("started rank-") == 2 and "Forming the group anew" not in daemon.log
         assert_well(daemon)
 
 

@@ -8,6 +8,8 @@ import httpx
 import pytest
 
 from tests.daemon import Daemon, events
+from tests.e2e.stalled import BODY as STALLED
+from tests.e2e.stalled import StalledReader, await_paused
 from tests.e2e.streams import LONG, PROMPT, Stream, assert_same, await_growth, kill
 from tests.e2e.test_recovery import RECOVERY_S, assert_well, await_loss
 
@@ -151,3 +153,58 @@ def test_a_drain_while_the_ranks_recover_finishes_what_is_open() -> None:
         stream.join(RECOVERY_S)
         assert_same([stream], [expected])
         assert daemon.wait_exit(30) == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_reader_that_is_paused_stays_so_and_gets_everything_later(victim: int) -> None:
+    """Its rank, or the other one, is lost while it reads nothing."""
+    with Daemon() as daemon:
+        daemon.wait_ready()
+        solo = daemon.tokens(STALLED["prompt"], STALLED["max_tokens"])
+        with StalledReader(daemon, rank=0) as reader:
+            await_paused(daemon, 4, RECOVERY_S)
+            other = Stream(daemon, {"prompt": PROMPT, **LONG})
+            await_growth([other], 8)
+            kill(daemon, f"rank-{victim}")
+            await_loss(daemon, 1)
+            daemon.wait_ready()
+            # All are with new engines, which are told again who does not read.
+            await_paused(daemon, 4, RECOVERY_S)
+            other.join(RECOVERY_S)
+            daemon.assert_at_rest()
+            assert reader.read_on() == dict.fromkeys(range(4), solo)
+        await_paused(daemon, 0, RECOVERY_S)
+        assert_well(daemon)
+
+
+def test_prefixes_are_computed_anew_and_shared_again() -> None:
+    """A group that is formed anew has none of the KV cache of before."""
+    prompt = [65 + (7 * index) % 50 for index in range(200)]
+    with Daemon() as daemon:
+        daemon.wait_ready()
+        expected = daemon.complete(prompt, 40)
+        assert cached(daemon.complete(prompt, 40)) > 150
+        body = {"prompt": prompt, "temperature": 0, **LONG, "max_tokens": 300}
+        whole = Stream(daemon, body)
+        whole.join()
+        streams = [Stream(daemon, body) for _ in range(4)]
+        await_growth(streams, 5)
+        kill(daemon, "rank-1")
+        await_loss(daemon, 1)
+        for stream in streams:
+            stream.join(RECOVERY_S)
+        assert_same(streams, [whole] * 4)
+        again = [daemon.complete(prompt, 40, rank) for rank in (0, 1, 0, 1)]
+        assert all(tokens(answer) == tokens(expected) for answer in again)
+        assert cached(again[2]) > 150 and cached(again[3]) > 150
+        assert_well(daemon)
+
+
+def cached(answer: Any) -> int:
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def tokens(answer: Any) -> list[int]:
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found

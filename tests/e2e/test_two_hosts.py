@@ -1,6 +1,7 @@
 """Two hosts with a network between them: what cannot be seen on one machine's loopback."""
 
 import re
+import subprocess
 import time
 
 import httpx
@@ -66,6 +67,16 @@ def torchrun_on(host: Host, hosts: TwoHosts) -> Daemon:
     return Daemon("--probe-port", "0", command=command)
 
 
+def listening_on(host: Host) -> set[str]:
+    """All addresses where anything there takes connections."""
+    script = (
+        "import psutil; print(*(one.laddr.ip for one in psutil.net_connections('inet') "
+        "if one.status == 'LISTEN'))"
+    )
+    command = host.command("-c", script)
+    return set(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split())
+
+
 def open_stream(hosts: TwoHosts, first: Daemon) -> Stream:
     # A thread is born in the namespace of the one that starts it.
     body = {**LONG, "prompt": PROMPT, "max_tokens": 1900}
@@ -98,6 +109,16 @@ def test_a_cut_cable_turns_both_red_and_then_ends_both() -> None:
                 assert "Traceback" not in node.log
             assert "the network between is cut" in first.log
             assert "the network between is cut" in second.log
+
+
+@pytest.mark.slow
+def test_both_listen_on_their_network_and_their_loopback_alone() -> None:
+    with TwoHosts() as hosts:
+        nodes = nodes_of(hosts)
+        with nodes[0], nodes[1]:
+            await_both_ready(hosts, *nodes)
+            for host in hosts.hosts:
+                assert listening_on(host) == {"127.0.0.1", host.address}
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,17 @@ def test_model_folder(tmp_path: Path) -> None:
     pointer.symlink_to(tmp_path / "gone")
     finding = only(launch_checks.model(asked))
     assert finding.verdict is PROBLEM and "more.safetensors" in finding.found
+
+
+def test_folder_of_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert str(tmp_path) in only(launch_checks.temporary_folder()).found
+    deep = tmp_path / ("x" * 100)
+    for folder, why in ((tmp_path / "none", "No such file"), (deep, "too long")):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        deep.mkdir(exist_ok=True)
+        finding = only(launch_checks.temporary_folder())
+        assert finding.verdict is PROBLEM and why in finding.found and "TMPDIR" in finding.fix
 
 
 @pytest.fixture
