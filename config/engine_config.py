@@ -305,8 +305,6 @@ class EngineConfig:
     @property
     def stays_in_process(self) -> bool:
         """Whether ranks outlive the loss of another one."""
-        if self.nodes is not None:
-            return False
         recovers = self.server.recovery.on_rank_failure == "recover"
         return recovers and self.parallel.backend.rebuild is Rebuild.IN_PROCESS
 

@@ -9,6 +9,7 @@ speaks first (`RankProgress`), since a ROUTER can only write to peers that it ha
 import asyncio
 import logging
 from collections import deque
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -25,6 +26,7 @@ from moed.server.messages import (
     ToEngine,
     Wake,
 )
+from moed.server.node_messages import ToNode
 from moed.server.wire import Wire, engine_keys, frontend_keys
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,7 @@ class EngineChannel:
         self._context = zmq.Context(io_threads=1)
         self._identity = _identity(rank, epoch)
         self._orders = orders
+        self._wire = wire
         self._ready: RankReady | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._poller = zmq.Poller()
@@ -135,7 +138,7 @@ class EngineChannel:
         if self._orders is not None:
             self._orders.check()
             if (new := self._orders.take_frontend()) is not None:
-                self._turn_to(Wire(new.address))
+                self._turn_to(replace(self._wire, address=new.address))
                 messages += [FrontendReplaced(), Wake(first_wake_number(new.number))]
         while True:
             try:
@@ -189,6 +192,8 @@ class FrontendChannel:
         _configure(self._socket)
         # Without it, a message to a rank that is gone would vanish without a word.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # An engine that turns here from the front end before may come twice; the last time counts.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._gate: AsyncioAuthenticator | None = None
         if wire.secret is not None:
@@ -252,11 +257,11 @@ class FrontendChannel:
         only logged: the launcher tells of it on its own way."""
         self._send(_identity(rank, self._epoch), f"rank {rank}", message)
 
-    def send_to_node(self, node: int, message: ToEngine) -> None:
+    def send_to_node(self, node: int, message: ToNode) -> None:
         """As `send`, to the keeper of another node."""
         self._send(node_identity(node), f"node {node}", message)
 
-    def _send(self, identity: bytes, name: str, message: ToEngine) -> None:
+    def _send(self, identity: bytes, name: str, message: ToEngine | ToNode) -> None:
         frames = [identity, self._encoder.encode(message)]
         sent = asyncio.ensure_future(self._socket.send_multipart(frames))
         sent.add_done_callback(lambda done: self._log_failure(name, done))

@@ -47,6 +47,7 @@ from moed.server.messages import (
     ToFrontend,
 )
 from moed.server.metrics import Metrics
+from moed.server.node_messages import NodeOrder
 from moed.server.request_log import log_request
 from moed.server.status_line import tell_status
 
@@ -127,7 +128,8 @@ class Frontend:
         channel = FrontendChannel(self._place.wire, listen_fd, self._place.epoch)
         health = Health(self._config.parallel.world_size)
         lost_s = lost_after_s(self._config)
-        links = Links(channel, health, lambda: self._tell(StopAsked()), lost_s)
+        links = Links(channel, health, lambda: self._tell(StopAsked()), self._tell, lost_s)
+        self._links = links
         metrics = Metrics(self._config)
         self._engine = EngineClient(self._config, links, health, metrics, place=self._place)
         self._engine.on_wake = self._on_wake
@@ -172,6 +174,7 @@ class Frontend:
         try:
             await links.watch()
         except MoedError as error:
+            links.end_all(str(error))
             self._engine.lose_group(str(error))
             await self._state.open_requests.wait_empty(FLUSH_S)
             raise
@@ -260,11 +263,14 @@ class Frontend:
                 case RankLost(rank, error):
                     self._state.health.fail(rank, error)
                     self._state.metrics.on_rank_lost(rank)
+                    self._links.end_all(error)
                     num_unfinished = self._engine.lose_group(error)
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     self._tell(Drained(num_unfinished=num_unfinished))
                 case Regrouping(epoch, rank, error):
                     self._on_regrouping(epoch, rank, error)
+                case NodeOrder():
+                    self._links.order(command)
                 case RankSlow(error):
                     self._state.health.stall(error)
                 case Drain():
@@ -277,6 +283,7 @@ class Frontend:
                     self._state.health.drain()
                     self._engine.fail_all("the server is stopping")
                     self._engine.shut_down()
+                    self._links.end_all("")
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     return
 

@@ -1,5 +1,5 @@
 """The keeper of a node other than the first: answers its probes, and keeps up the link to the front
-end, in a small process beside the ranks. Imports no torch.
+end, by which the launchers talk, in a small process beside the ranks. Imports no torch.
 """
 
 import asyncio
@@ -25,7 +25,20 @@ from moed.server.http_server import HttpServer
 from moed.server.lifecycle import die_with_parent
 from moed.server.links import BEAT_S, SILENT_S, lost_after_s
 from moed.server.logs import setup_logging
-from moed.server.messages import Joined, LinkLost, NodeBeat, NodeStopping, RanksReady, ToKeeper
+from moed.server.node_messages import (
+    Beat,
+    FromNode,
+    Joined,
+    LinkLost,
+    NodeBeat,
+    NodeOrder,
+    NodeReport,
+    NodeStopping,
+    Over,
+    RanksReady,
+    ToKeeper,
+    ToNode,
+)
 from moed.server.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -34,6 +47,7 @@ LIVE_PATH, STARTED_PATH = "/livez", "/startupz"
 READINESS_PATHS = ("/readyz", "/ready", "/health", "/ping")
 
 _to_keeper = msgspec.msgpack.Decoder(ToKeeper)
+_to_node = msgspec.msgpack.Decoder(ToNode)
 
 
 def run_keeper(config: EngineConfig, probe_socket: socket.socket, pipe: Connection) -> None:
@@ -57,7 +71,9 @@ class Keeper:
         self._joined: Joined | None = None
         self._has_started = False
         self._is_stopping = False
+        self._trouble = ""
         self._heard_at = time.monotonic()
+        self._link: zmq.asyncio.Socket | None = None
         self._beating: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
 
@@ -90,30 +106,52 @@ class Keeper:
                 self._has_started = True
             case NodeStopping():
                 self._is_stopping = True
+            case NodeReport():
+                self._send(message)
 
     # The link ------------------------------------------------------------------------------------
 
     async def _beat(self, joined: Joined) -> None:
         """Send a beat every second; any answer counts."""
         context = zmq.asyncio.Context(io_threads=1)
-        link = context.socket(zmq.DEALER)
+        self._link = link = context.socket(zmq.DEALER)
         connect(link, Wire(joined.address, joined.secret), node_identity(joined.node))
         try:
             while True:
-                beat = NodeBeat(joined.node, joined.name, joined.ranks, self._is_stopping)
-                with contextlib.suppress(zmq.Again):
-                    await link.send(msgspec.msgpack.encode(beat), zmq.NOBLOCK)
+                self._send(NodeBeat(joined.node, joined.name, joined.ranks, self._is_stopping))
                 waiting_since = time.monotonic()
                 while (left := waiting_since + BEAT_S - time.monotonic()) > 0:
                     if await link.poll(int(left * 1000) + 1):
-                        await link.recv()
-                        self._heard_at = time.monotonic()
+                        self._hear(await link.recv())
                 # What came while this process itself stood still is read first.
                 if time.monotonic() - waiting_since < 2 * BEAT_S:
                     self._check_silence()
         finally:
+            self._link = None
             link.close(0)
             context.term()
+
+    def _send(self, message: FromNode) -> None:
+        """What finds no place is dropped: it is said again soon."""
+        if self._link is not None:
+            sent = self._link.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+            asyncio.ensure_future(sent).add_done_callback(lambda done: done.exception())
+
+    def _hear(self, data: bytes) -> None:
+        self._heard_at = time.monotonic()
+        try:
+            message = _to_node.decode(data)
+        except msgspec.MsgspecError as error:
+            logger.error("dropped what no first node of this version sends: %s", error)
+            return
+        if isinstance(message, NodeOrder):
+            self._trouble = message.trouble
+        if not isinstance(message, Beat):
+            self._tell(message)
+
+    def _tell(self, message: LinkLost | NodeOrder | Over) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send_bytes(msgspec.msgpack.encode(message))
 
     @property
     def silence_s(self) -> float:
@@ -124,12 +162,13 @@ class Keeper:
         if self.silence_s > lost_after_s(self._config) and not self._is_stopping:
             nodes = self._config.nodes
             assert nodes is not None
-            lost = LinkLost(
-                f"the first node, {nodes.master_addr}, has been silent for {self.silence_s:.0f} s: "
-                "it ended, as its log then says, or the network between is cut"
+            self._tell(
+                LinkLost(
+                    f"the first node, {nodes.master_addr}, has been silent for "
+                    f"{self.silence_s:.0f} s: it ended, as its log then says, or the network "
+                    "between is cut"
+                )
             )
-            with contextlib.suppress(OSError):
-                self._pipe.send_bytes(msgspec.msgpack.encode(lost))
 
     # Probes --------------------------------------------------------------------------------------
 
@@ -144,7 +183,7 @@ class Keeper:
             return "the model is loading"
         if self.silence_s > SILENT_S:
             return f"the first node has been silent for {self.silence_s:.0f} s"
-        return None
+        return self._trouble or None
 
     def _answer(self, is_good: bool) -> Response:
         joined = self._joined

@@ -1,4 +1,5 @@
 """The front end's view of the other nodes: each sends a beat every second, and gets one back.
+The launchers' orders and reports go the same way.
 
 A node that is silent for `SILENT_S` turns readiness red; one that stays silent for the recovery
 timeout is given up, and with it the group.
@@ -14,7 +15,8 @@ from moed.config.engine_config import EngineConfig
 from moed.config.errors import PeerLost
 from moed.server.channel import FrontendChannel
 from moed.server.health import Health
-from moed.server.messages import Beat, FromEngine, NodeBeat, ToEngine
+from moed.server.messages import FromEngine, ToEngine
+from moed.server.node_messages import Beat, NodeBeat, NodeOrder, NodeReport, Over, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +52,27 @@ class Links:
         channel: FrontendChannel,
         health: Health,
         on_stop_asked: Callable[[], None],
+        on_report: Callable[[NodeReport], None],
         lost_after_s: float,
     ) -> None:
         self._channel = channel
         self._health = health
         self._on_stop_asked = on_stop_asked
+        self._on_report = on_report
         self._lost_after_s = lost_after_s
         self._links: dict[int, Link] = {}
         self._is_stopping = False
 
     async def receive(self) -> FromEngine:
-        """The next message that is not a beat."""
+        """The next message of an engine."""
         while True:
-            message = await self._channel.receive()
-            if not isinstance(message, NodeBeat):
-                return message
-            self.on_beat(message, time.monotonic())
+            match await self._channel.receive():
+                case NodeBeat() as beat:
+                    self.on_beat(beat, time.monotonic())
+                case NodeReport() as report:
+                    self._on_report(report)
+                case message:
+                    return message
 
     def send(self, rank: int, message: ToEngine) -> None:
         self._channel.send(rank, message)
@@ -80,6 +87,16 @@ class Links:
             self._is_stopping = True
             logger.info("node %d (%s) was asked to stop: all stop", beat.node, beat.name)
             self._on_stop_asked()
+
+    def order(self, order: NodeOrder) -> None:
+        """Take it to the node's launcher, if that has been heard."""
+        if order.node in self._links:
+            self._channel.send_to_node(order.node, order)
+
+    def end_all(self, error: str) -> None:
+        """Tell all nodes that the launch ends; `error` is empty where it was asked to."""
+        for node in self._links:
+            self._channel.send_to_node(node, Over(shortened(error)))
 
     async def watch(self) -> None:
         """Until cancelled. Raises `PeerLost` for a node that stays silent."""

@@ -9,7 +9,11 @@ duplicates and what an older epoch sent.
 
 import msgspec
 
+<<<<<<< HEAD
 from moed.server.histogram import Histogram
+=======
+from moed.server.node_messages import FromNode, Joined, NodeOrder, NodeReport, RanksReady
+>>>>>>> af05cf973b0fc7c0d004abaa14576ccb1431334a
 
 
 class ReasoningLimit(msgspec.Struct, frozen=True):
@@ -117,10 +121,6 @@ class ForgetPrefixes(msgspec.Struct, frozen=True, tag="forget_prefixes"):
     """Compute every new request's prompt from its first token, whatever the KV cache holds."""
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """The front end's answer to a node's `NodeBeat`."""
-
-
 ToEngine = (
     AddRequest
     | AbortRequests
@@ -130,7 +130,6 @@ ToEngine = (
     | Shutdown
     | ForgetPrefixes
     | FrontendReplaced
-    | Beat
 )
 
 
@@ -307,18 +306,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag="progress"):
     phase: str
 
 
-class NodeBeat(msgspec.Struct, frozen=True, tag="node_beat"):
-    """From each node but the first, every second: it is there, and the way to it is open."""
-
-    node: int
-    name: str
-    """Of the host."""
-    ranks: list[int]
-    is_stopping: bool = False
-    """Somebody has asked this node to stop: the whole group will."""
-
-
-FromEngine = StepOutputs | ExpertLoad | StepDurations | RankReady | RankProgress | NodeBeat
+FromEngine = StepOutputs | ExpertLoad | StepDurations | RankReady | RankProgress | FromNode
 
 
 class RankFailure(msgspec.Struct, frozen=True, tag="failure", kw_only=True):
@@ -349,7 +337,7 @@ class PeerGone(msgspec.Struct, frozen=True, tag="peer_gone"):
     error: str
 
 
-FromRank = RankFailure | AtDoor | PeerGone
+FromRank = RankFailure | AtDoor | PeerGone | Joined | RanksReady
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -407,7 +395,7 @@ class StopNow(msgspec.Struct, frozen=True, tag="stop_now"):
     """End open requests with an error event, tell all ranks `Shutdown`, and leave."""
 
 
-ToFrontend = RankLost | Regrouping | RankSlow | Drain | StopNow
+ToFrontend = RankLost | Regrouping | RankSlow | Drain | StopNow | NodeOrder
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
@@ -446,31 +434,4 @@ class StopAsked(msgspec.Struct, frozen=True, tag="stop_asked"):
     """Another node was asked to stop: treated as a signal to this one."""
 
 
-FromFrontend = Serving | GroupReady | Active | Drained | FrontendFailure | StopAsked
-
-
-class Joined(msgspec.Struct, frozen=True, tag="joined", kw_only=True):
-    """From the first rank of a node to the node's keeper: all ranks have met."""
-
-    node: int
-    name: str
-    ranks: list[int]
-    address: str
-    secret: bytes
-
-
-class RanksReady(msgspec.Struct, frozen=True, tag="ranks_ready"):
-    """This node's ranks have done a real step with all others."""
-
-
-class NodeStopping(msgspec.Struct, frozen=True, tag="node_stopping"):
-    """This node was asked to stop."""
-
-
-ToKeeper = Joined | RanksReady | NodeStopping
-
-
-class LinkLost(msgspec.Struct, frozen=True, tag="link_lost"):
-    """From a node's keeper: nothing has been heard of the first node for too long."""
-
-    error: str
+FromFrontend = Serving | GroupReady | Active | Drained | FrontendFailure | StopAsked | NodeReport

@@ -1,39 +1,43 @@
 """`moed serve` on a node other than the first: starts this node's ranks, and ends with them.
 
 moed serve --node-rank 1 ─ launcher (this process: no torch)
+                           ├─ the node's keeper (probes, link to the first node)
                            └─ rank G … rank 2G-1
-                               └─ the node's keeper (probes, link), of its first rank
+
+What becomes of a rank that is lost is decided by the first node's launcher, which hears of it here
+(`moed.server.node_ranks`). Where the ranks have not met yet, it ends the launch.
 """
 
 import contextlib
 import logging
 import multiprocessing
-import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
-from multiprocessing.context import SpawnProcess
-from types import FrameType
 
 from moed.config.engine_config import EngineConfig
-from moed.config.errors import MoedError
+from moed.config.errors import MoedError, PeerLost
 from moed.config.settings import ServeSettings
 from moed.dist.launch import LaunchEnvironment
-from moed.server.launcher import (
-    DRAIN_SLACK_S,
-    FAILURE_GATHERING_S,
-    LEAVE_S,
-    report_end,
-)
+from moed.server.endings import DRAIN_SLACK_S, FAILURE_GATHERING_S, LEAVE_S, report_end
+from moed.server.keeper_process import KEEPER_ENDED, KeeperProcess
+from moed.server.node_messages import LinkLost, NodeOrder, NodeStopping, Over
 from moed.server.node_of_rank import tell_others
-from moed.server.rank_group import RankGroup
-from moed.server.rank_process import Rank
+from moed.server.node_ranks import NodeRanks
+from moed.server.processes import StopSignals
 
 logger = logging.getLogger(__name__)
 
+REPORT_S = 0.5
+# For the first node's launcher, to say what becomes of a rank that has failed.
+DECISION_S = 10.0
+
 
 def serve_node(config: EngineConfig) -> int:
-    """Serve until the group stops or fails; returns the exit code of `moed serve`."""
+    """Serve until the group stops or fails; returns the exit code of `moed serve`.
+
+    Raises `ConfigError` when the probes' port cannot be bound.
+    """
     with NodeSupervisor(config) as node:
         node.start()
         return node.watch()
@@ -56,83 +60,133 @@ def telling_others(settings: ServeSettings) -> Iterator[None]:
 
 
 class NodeSupervisor:
-    """Holds the ranks of one node. Use as a context: leaving it ends whatever still runs."""
+    """Holds the processes of one node. Use as a context: leaving it ends whatever still runs."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._context = multiprocessing.get_context("spawn")
-        self._group = RankGroup(config, self._context, self._spawn, {})
-        self._signals: list[int] = []
-        self._signal_reader, self._signal_writer = self._context.Pipe(duplex=False)
+        context = multiprocessing.get_context("spawn")
+        self._ranks = NodeRanks(config, context)
+        self._signals = StopSignals(context)
+        self._keeper: KeeperProcess | None = None
+        self._stops_at: float | None = None
+        self._failed_since: float | None = None
+        self._report_at = 0.0
 
     def __enter__(self) -> "NodeSupervisor":
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        self._signals.__enter__()
+        self._keeper = KeeperProcess(self._config)
         return self
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
-        self._signal_writer.send_bytes(b"!")
+    def __exit__(self, *exception: object) -> None:
+        self._ranks.end_all()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    @property
+    def _link(self) -> KeeperProcess:
+        assert self._keeper is not None
+        return self._keeper
 
     def start(self) -> None:
         """Start one process per local rank; returns at once."""
-        self._group.start(None)
-
-    def _spawn(self, name: str, target: object, arguments: tuple[object, ...]) -> SpawnProcess:
-        process = self._context.Process(name=name, target=target, args=arguments)  # type: ignore[arg-type]
-        process.start()
-        logger.info("started %s: process %d", name.removeprefix("moed-"), process.pid)
-        return process
+        self._ranks.start()
 
     def watch(self) -> int:
-        """Wait until the ranks leave together, fail, or are to stop; returns the exit code."""
-        deadline: float | None = None
+        """Wait until the ranks leave together, fail for good, or are to stop; returns the exit
+        code.
+        """
         while True:
-            if len(self._signals) > 1:
-                logger.warning("second signal: stopping now")
-                return 128 + self._signals[-1]
-            if self._signals and deadline is None:
-                timeout_s = self._config.server.shutdown_timeout_s
-                logger.info(
-                    "stopping, with all other nodes, for which open requests get up to "
-                    "%g s; signal again to stop this one now",
-                    timeout_s,
-                )
-                deadline = time.monotonic() + timeout_s + DRAIN_SLACK_S + LEAVE_S
-                # It tells the front end, which stops all ranks together.
-                self._group.ranks[0].process.terminate()
-            ended = self._group.ended
-            if failed := [rank for rank in ended if rank.process.exitcode]:
-                return self._on_failure(failed[0], is_stopping=deadline is not None)
-            if len(ended) == len(self._group.ranks):
-                return 0
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                logger.warning("the other nodes did not stop in time")
-                return 0
-            self._wait(ended, left)
+            for news in self._ranks.collect():
+                self._link.tell(news)
+            exit_code = self._look_at_signals()
+            if exit_code is None:
+                exit_code = self._look_at_ranks()
+            if exit_code is None:
+                self._report()
+                exit_code = self._wait()
+            if exit_code is not None:
+                return exit_code
 
-    def _wait(self, ended: list[Rank], timeout_s: float | None) -> None:
-        """Until a signal, or the end of a rank that is not among the `ended`."""
-        others = [rank.process.sentinel for rank in self._group.ranks if rank not in ended]
-        if self._signal_reader in wait([self._signal_reader, *others], timeout_s):
-            self._signal_reader.recv_bytes()
-
-    def _on_failure(self, first: Rank, is_stopping: bool) -> int:
-        """Collect everybody's words, and report the cause last."""
-        if is_stopping and first.process.exitcode == 128 + signal.SIGTERM:
-            logger.info("stopped before the ranks were ready: no request is open")
+    def _look_at_signals(self) -> int | None:
+        numbers = self._signals.numbers
+        if len(numbers) > 1:
+            logger.warning("second signal: stopping now")
+            return 128 + numbers[-1]
+        if numbers and not self._ranks.have_met:
+            logger.info("stopping before the ranks are ready: no request is open")
             return 0
-        deadline = time.monotonic() + FAILURE_GATHERING_S
-        while any(rank.process.is_alive() for rank in self._group.ranks):
-            alive = [rank.process.sentinel for rank in self._group.ranks if rank.process.is_alive()]
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 or not wait(alive, remaining):
-                break
-        return report_end(self._group.ended, first)
+        if numbers and self._stops_at is None:
+            timeout_s = self._config.server.shutdown_timeout_s
+            logger.info(
+                "stopping, with all other nodes, for which open requests get up to "
+                "%g s; signal again to stop this one now",
+                timeout_s,
+            )
+            self._stops_at = time.monotonic() + timeout_s + DRAIN_SLACK_S + LEAVE_S
+            # It tells the front end, which stops all ranks together.
+            self._link.tell(NodeStopping())
+        if self._stops_at is not None and time.monotonic() > self._stops_at:
+            logger.warning("the other nodes did not stop in time")
+            return 0
+        return None
 
-    def __exit__(self, *exception: object) -> None:
-        for rank in self._group.ranks:
-            with contextlib.suppress(OSError):
-                rank.process.kill()
-            rank.process.join()
+    def _look_at_ranks(self) -> int | None:
+        """Returns the exit code once they have left, or failed with nobody to decide."""
+        if self._ranks.have_left:
+            return 0
+        if not self._ranks.failed:
+            self._failed_since = None
+            return None
+        now = time.monotonic()
+        if self._failed_since is None:
+            self._failed_since = now
+        if self._ranks.have_met and now - self._failed_since < DECISION_S:
+            return None
+        return self._end("")
+
+    def _report(self) -> None:
+        """Twice a second, and at once when something has changed."""
+        now = time.monotonic()
+        if self._ranks.have_met and (self._ranks.has_news() or now >= self._report_at):
+            self._report_at = now + REPORT_S
+            self._link.tell(self._ranks.report())
+
+    def _wait(self) -> int | None:
+        """Until there is news, and act on the keeper's. Returns the exit code where it says so."""
+        timeout_s = max(0.0, self._report_at - time.monotonic()) if self._ranks.have_met else None
+        sources = [self._signals.reader, self._link.pipe, *self._ranks.sources]
+        ready = wait(sources, timeout_s)
+        self._signals.clear(ready)
+        return self._obey() if self._link.pipe in ready else None
+
+    def _obey(self) -> int | None:
+        match self._link.receive():
+            case NodeOrder() as order:
+                self._ranks.obey(order)
+            case Over(error):
+                return self._end(error) if error else self._leave()
+            case LinkLost(error):
+                logger.error("%s", error)
+                return PeerLost.exit_code
+            case None:
+                logger.error("%s", KEEPER_ENDED)
+                return PeerLost.exit_code
+        return None
+
+    def _leave(self) -> int:
+        """All do, as they were asked to."""
+        self._ranks.await_ends(LEAVE_S)
+        return 0
+
+    def _end(self, error: str) -> int:
+        """For good, because of a rank of this node or of another one (`error`); the cause is told
+        last.
+        """
+        self._ranks.await_ends(FAILURE_GATHERING_S)
+        failed = self._ranks.failed
+        if not failed:
+            logger.error("the launch ends: %s", error)
+            return PeerLost.exit_code
+        if error:
+            logger.warning("the launch ends: %s", error)
+        return report_end(failed, failed[0])

@@ -1,14 +1,10 @@
-"""A rank among the nodes: it meets the ranks of all of them, and the first one of a node without
-the front end has that node's keeper.
-"""
+"""A rank among the nodes: it meets the ranks of all of them, and lets its node's keeper know."""
 
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from moed.config.engine_config import EngineConfig
@@ -17,9 +13,7 @@ from moed.config.model import describe_weights
 from moed.config.versions import compared_versions
 from moed.dist.hosts import host_identity, interface_of, own_address
 from moed.dist.launch import LaunchEnvironment
-from moed.server.keeper_process import KeeperProcess
-from moed.server.lifecycle import leave
-from moed.server.messages import Joined, NodeStopping, RankFailure, RanksReady
+from moed.server.node_messages import Joined, RanksReady
 from moed.server.wire import Wire, key_fingerprint, wire_from
 
 if TYPE_CHECKING:
@@ -31,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 # How long a rank that cannot start looks for the others, to tell them.
 TELL_FAILURE_S = 10.0
-STOPPED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -47,39 +40,24 @@ class Met:
 
 
 class NodeOfRank:
-    """Use as a context, around all that the rank does."""
+    """What a rank has to do with the other nodes."""
 
     def __init__(
         self,
         config: EngineConfig,
         environment: LaunchEnvironment,
         told: Mapping[str, str],
-        on_failure: Callable[[RankFailure], None],
+        tell_keeper: Callable[[Joined | RanksReady], None] | None,
     ) -> None:
-        """`told`: on rank 0, what all others need to know. `on_failure` gets the last words when
-        the link to the first node is lost, before the process ends.
+        """`told`: on rank 0, what all others need to know. `tell_keeper`: on the first rank of a
+        node that has a keeper.
         """
         self._config = config
         self._environment = environment
         self._told = dict(told)
-        self._on_failure = on_failure
-        self._keeper: KeeperProcess | None = None
-        self._is_ready = False
-
-    def __enter__(self) -> "NodeOfRank":
-        nodes = self._config.nodes
-        if nodes is None or nodes.node_rank == 0 or self._environment.local_rank:
-            return self
-        try:
-            self._keeper = KeeperProcess(self._config, self._lose_link)
-        except MoedError as error:
-            tell_others(self._environment, self._environment.local_world_size, error)
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        self._tell_keeper = tell_keeper
+        self.is_ready = False
+        """Since this rank has done a real step with all others."""
 
     def meet(
         self,
@@ -107,17 +85,15 @@ class NodeOfRank:
 
     def _timeout_s(self, place: LaunchEnvironment) -> float:
         nodes, timeout_s = self._config.nodes, self._config.parallel.distributed_timeout_s
-        if nodes is not None:
-            return nodes.rendezvous_timeout_s
-        return place.patience_s(timeout_s)
+        return place.patience_s(timeout_s if nodes is None else nodes.rendezvous_timeout_s)
 
     def _tell_keeper_of(self, wire: Wire) -> None:
         nodes = self._config.nodes
-        if self._keeper is None or nodes is None:
+        if self._tell_keeper is None or nodes is None:
             return
         assert wire.secret is not None
         first, size = self._environment.rank, self._environment.local_world_size
-        self._keeper.tell(
+        self._tell_keeper(
             Joined(
                 node=nodes.node_rank,
                 name=socket.gethostname(),
@@ -129,31 +105,9 @@ class NodeOfRank:
 
     def on_ready(self) -> None:
         """This rank has done a real step with all others."""
-        self._is_ready = True
-        if self._keeper is not None:
-            self._keeper.tell(RanksReady())
-
-    def _lose_link(self, error: str) -> None:
-        """In the thread that hears the keeper: the rank may be stuck in a collective for long."""
-        logger.error("%s", error)
-        code = PeerLost.exit_code
-        self._on_failure(
-            RankFailure(
-                rank=self._environment.rank,
-                error=error,
-                details="",
-                is_consequence=False,
-                exit_code=code,
-            )
-        )
-        leave(code)
-
-    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """The front end stops all ranks together: it is asked to, where it does not know yet."""
-        if not self._is_ready:
-            leave(STOPPED_BY_SIGTERM)
-        if self._keeper is not None:
-            self._keeper.tell(NodeStopping())
+        self.is_ready = True
+        if self._tell_keeper is not None:
+            self._tell_keeper(RanksReady())
 
 
 def check_network(config: EngineConfig, meeting: "Meeting") -> str | None:

@@ -18,7 +18,7 @@ from moed.dist.launch import LaunchEnvironment
 from moed.server.heartbeats import Heartbeat
 from moed.server.lifecycle import die_with_parent, leave
 from moed.server.logs import setup_logging
-from moed.server.messages import PeerGone, RankFailure
+from moed.server.messages import FromRank, PeerGone, RankFailure
 from moed.server.node_of_rank import NodeOfRank
 from moed.server.orders import Holder, Orders
 from moed.server.watchdog import STACKS_SIGNAL
@@ -51,18 +51,20 @@ def run_rank(
     setup_logging(f"rank {environment.rank}", server.log_level, server.observability.log_format)
     orders = Orders(pipe, environment, told.get("address", ""))
 
-    def tell(failure: RankFailure) -> None:
+    def tell(message: FromRank) -> None:
         with contextlib.suppress(OSError):
-            orders.tell(failure)
+            orders.tell(message)
 
-    node = NodeOfRank(config, environment, told, tell)
-    if config.nodes is not None:
-        signal.signal(signal.SIGTERM, node.on_sigterm)
+    nodes = config.nodes
+    has_keeper = nodes is not None and nodes.node_rank > 0 and environment.local_rank == 0
+    node = NodeOfRank(config, environment, told, tell if has_keeper else None)
+    if nodes is not None:
+        # Whoever asks a node to stop asks all of its processes, maybe: all nodes leave together.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         listen_fd = None if store_socket is None else store_socket.detach()
         heartbeat = None if heartbeats is None else Heartbeat(heartbeats, environment.rank)
-        with node:
-            serve_epochs(config, environment, listen_fd, orders, heartbeat, node)
+        serve_epochs(config, environment, listen_fd, orders, heartbeat, node)
     except Exception as error:
         failure = describe_failure(environment.rank, error)
         tell(failure)
@@ -101,7 +103,7 @@ def _serve_group(
     except Exception as error:
         orders.abort()
         is_own = not (isinstance(error, PeerLost) or orders.is_leaving)
-        if is_own or not life.config.stays_in_process:
+        if is_own or not life.stays_after_loss(place):
             raise
         logger.warning("leaving the group of epoch %d: %s", place.epoch, error)
         orders.tell(PeerGone(place.rank, place.epoch, str(error)))
@@ -171,6 +173,10 @@ class _Life:
             self._engine.rejoin(groups, channel, phases)
         self._node.on_ready()
         return self._engine
+
+    def stays_after_loss(self, place: LaunchEnvironment) -> bool:
+        """Of the group of `place`: not where no group has ever been ready, and nobody waits."""
+        return self.config.stays_in_process and (place.epoch > 0 or self._node.is_ready)
 
     def leave_group(self) -> None:
         if self._engine is not None:

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from moed.server.heartbeats import Beat, read_beats
+from moed.server.heartbeats import Beat
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +30,21 @@ class Stall:
     """The one that is waited for; None when that cannot be told."""
     step_id: int
     seconds: float
+    is_stopped: bool = False
+    """By a signal."""
 
 
 class Watchdog:
     """The launcher calls `look` when `time_left_s` is over."""
 
     def __init__(
-        self, heartbeats: Any, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        read: Callable[[], Sequence[Beat]],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._heartbeats = heartbeats
+        """`read` gives what each rank has written last."""
+        self._read = read
         self._timeout_s = timeout_s
         self._clock = clock
         self._woken = (0, 0.0)
@@ -49,7 +54,7 @@ class Watchdog:
     def on_wake(self, wake_number: int) -> None:
         """The front end has woken the ranks."""
         number, woken_at = self._woken
-        if all(beat.wake_number >= number for beat in read_beats(self._heartbeats)):
+        if all(beat.wake_number >= number for beat in self._read()):
             woken_at = self._clock()
         self._woken = (wake_number, woken_at)
         self._is_awake = True
@@ -68,10 +73,12 @@ class Watchdog:
         """Its time is over."""
         return stall.seconds >= self._timeout_s
 
-    def look(self, pids: Sequence[int], is_formed: bool) -> Stall | None:
-        """What is worth telling; `pids` by rank. Falls asleep when all ranks have."""
-        beats, now = read_beats(self._heartbeats), self._clock()
-        stall = self._stopped(pids, beats, now)
+    def look(self, stopped: Sequence[int], is_formed: bool) -> Stall | None:
+        """What is worth telling. `stopped`: ranks whose processes a signal has stopped. Falls
+        asleep when all ranks have.
+        """
+        beats, now = self._read(), self._clock()
+        stall = self._stopped(stopped, beats, now)
         if stall is None and is_formed:
             stall = self._stalled(beats, now)
             number = self._woken[0]
@@ -80,13 +87,13 @@ class Watchdog:
             return None
         return stall
 
-    def _stopped(self, pids: Sequence[int], beats: Sequence[Beat], now: float) -> Stall | None:
-        stopped = [rank for rank, pid in enumerate(pids) if process_state(pid) in ("T", "t")]
+    def _stopped(self, stopped: Sequence[int], beats: Sequence[Beat], now: float) -> Stall | None:
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         if not stopped:
             return None
         rank = min(stopped, key=lambda rank: self._stopped_since[rank])
-        return Stall(rank, _step(beats), now - self._stopped_since[rank])
+        seconds = now - self._stopped_since[rank]
+        return Stall(rank, _step(beats), seconds, is_stopped=True)
 
     def _stalled(self, beats: Sequence[Beat], now: float) -> Stall | None:
         number, woken_at = self._woken
@@ -110,20 +117,15 @@ def _step(beats: Sequence[Beat]) -> int:
     return max(beat.step_id for beat in beats)
 
 
-def describe(stall: Stall, pid: int | None) -> str:
-    """For a person: who, where, how long."""
-    if stall.rank is None or pid is None:
+def describe(stall: Stall, name: str | None) -> str:
+    """For a person: who (`name`), where, how long."""
+    if stall.rank is None or name is None:
         return (
             f"no rank has got on for {stall.seconds:.0f} s in step {stall.step_id}: all wait in "
             "the same collective"
         )
-    how = ""
-    if process_state(pid) in ("T", "t"):
-        how = ", stopped by a signal,"
-    return (
-        f"rank {stall.rank} (process {pid}){how} keeps the others waiting for {stall.seconds:.0f} "
-        f"s in step {stall.step_id}"
-    )
+    how = ", stopped by a signal," if stall.is_stopped else ""
+    return f"{name}{how} keeps the others waiting for {stall.seconds:.0f} s in step {stall.step_id}"
 
 
 def ask_for_stacks(pid: int) -> str:
@@ -139,6 +141,11 @@ def ask_for_stacks(pid: int) -> str:
             state = process_state(int(folder.name))
             threads.append(f"{name} {state} {wait if wait != '0' else ''}".rstrip())
     return f"threads: {'; '.join(threads)}"
+
+
+def is_stopped(pid: int) -> bool:
+    """By a signal, or a debugger."""
+    return process_state(pid) in ("T", "t")
 
 
 def process_state(pid: int) -> str:

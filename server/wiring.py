@@ -30,12 +30,13 @@ class Wiring:
     listener: socket.socket | None
     """Bound to the address of a wire between nodes."""
     told: Mapping[str, str]
-    """For rank 0, which tells the others."""
+    """For rank 0, which tells the others: of the first front end."""
 
     def place(self, number: int, epoch: int) -> FrontendPlace:
-        """Of the front end that `number` others came before. Between nodes there is only one."""
+        """Of the front end that `number` others came before: between nodes it listens where they
+        did.
+        """
         if self.listener is not None:
-            assert number == 0
             return FrontendPlace(self.wire, number, epoch, self.listener)
         if number:
             # A full disk has room for its socket once that of the one before is gone.
@@ -63,14 +64,15 @@ def open_wire(config: EngineConfig) -> Iterator[Wiring]:
         yield Wiring(wire, listener, told)
 
 
-def bind_store(config: EngineConfig) -> socket.socket:
-    """Where the ranks meet: raises `ConfigError` for a taken port, or an address of another
-    machine.
+def bind_store(config: EngineConfig, epoch: int) -> socket.socket:
+    """Where the ranks of `epoch` meet: of the first one, on the port that all nodes were given, and
+    later on one that only those are told of who belong there. Raises `ConfigError` for a taken
+    port, or an address of another machine.
     """
     nodes, backlog = config.nodes, config.parallel.world_size + 8
     if nodes is None:
         return socket.create_server((LOOPBACK, 0), backlog=backlog)
-    host, port = nodes.master_addr, nodes.master_port
+    host, port = nodes.master_addr, 0 if epoch else nodes.master_port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         address = str(found[4][0])
@@ -94,10 +96,10 @@ def _refuse_hidden_loopback(host: str, address: str) -> None:
 
 
 def local_environment(
-    config: EngineConfig, local_rank: int, store_socket: socket.socket | None, epoch: int
+    config: EngineConfig, local_rank: int, store_port: int | None, epoch: int
 ) -> LaunchEnvironment:
-    """Of a rank that the launcher of this node starts. `store_socket`: where the ranks meet; None
-    where they will be told, or on another node.
+    """Of a rank that the launcher of this node starts. `store_port`: where the ranks meet; None:
+    where the settings say, or they will be told.
     """
     nodes, num_local = config.nodes, config.parallel.num_local_ranks
     first = 0 if nodes is None else nodes.node_rank * num_local
@@ -108,7 +110,7 @@ def local_environment(
         local_rank=local_rank,
         local_world_size=num_local,
         store_host=LOOPBACK if nodes is None else nodes.master_addr,
-        store_port=port if store_socket is None else store_socket.getsockname()[1],
+        store_port=port if store_port is None else store_port,
         launcher="moed",
         epoch=epoch,
     )

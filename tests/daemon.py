@@ -93,6 +93,11 @@ class Daemon:
         self.wait_log(re.compile(f"started {name}: process"))
         return int({found[0]: found[1] for found in STARTED.findall(self.log)}[name])
 
+    def rank_pids(self) -> list[int]:
+        """Process ids of its ranks now, in order."""
+        found = {name: int(pid) for name, pid in STARTED.findall(self.log) if name != "http"}
+        return [found[name] for name in sorted(found, key=lambda name: int(name[5:]))]
+
     def wait_ready(self, timeout_s: float = START_S) -> Self:
         deadline = time.monotonic() + timeout_s
         url = self.url

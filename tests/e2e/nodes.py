@@ -15,7 +15,7 @@ PROBES = re.compile(r"probes on (http://\S+)/readyz")
 
 
 class Nodes:
-    """`moed serve` once for each node, one rank on each. Use as a context."""
+    """`moed serve` once for each node, with one rank or more on each. Use as a context."""
 
     def __init__(
         self,
@@ -23,10 +23,12 @@ class Nodes:
         own: Sequence[Sequence[str]] = ((), ()),
         environments: Sequence[Mapping[str, str]] = ({}, {}),
         port: int | None = None,
+        ranks_per_node: int = 1,
     ) -> None:
         """`own`: what each node's line has beside the `common` words, one entry for each node."""
         self.port = free_port() if port is None else port
         self._common, self._own, self._environments = common, own, environments
+        self._ranks_per_node = ranks_per_node
         self._stack = ExitStack()
         self.daemons: list[Daemon] = []
 
@@ -41,7 +43,8 @@ class Nodes:
         words = ["--nnodes", str(nnodes), "--node-rank", str(number)]
         words += ["--master-addr", "127.0.0.1", "--master-port", str(self.port)]
         words += ["--probe-port", "0", *self._common, *self._own[number]]
-        daemon = Daemon(*words, ranks=nnodes, environment=self._environments[number])
+        ranks = nnodes * self._ranks_per_node
+        daemon = Daemon(*words, ranks=ranks, environment=self._environments[number])
         self.daemons.append(self._stack.enter_context(daemon))
         return daemon
 

@@ -42,7 +42,7 @@ def test_two_nodes_serve_and_stop_together() -> None:
 
 
 def test_a_node_that_ends_takes_the_others_along() -> None:
-    with Nodes() as nodes:
+    with Nodes("--recovery-timeout", "4") as nodes:
         first, second = nodes.daemons
         first.wait_ready(90)
         with httpx.stream("POST", f"{first.url}/v1/completions", json=LONG, timeout=60) as response:

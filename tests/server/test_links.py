@@ -1,11 +1,14 @@
 """What the front end makes of other nodes' silence, and a keeper of the front end's."""
 
+import asyncio
+
 import pytest
 
 from moed.config.errors import PeerLost
 from moed.server.health import Health, Phase
 from moed.server.links import SILENT_S, Links
-from moed.server.messages import Beat, NodeBeat
+from moed.server.messages import FromEngine, RankProgress
+from moed.server.node_messages import Beat, NodeBeat, NodeOrder, NodeReport, Over, ToNode
 
 LOST_S = 20.0
 BEAT = NodeBeat(node=1, name="second", ranks=[2, 3])
@@ -13,10 +16,14 @@ BEAT = NodeBeat(node=1, name="second", ranks=[2, 3])
 
 class FakeChannel:
     def __init__(self) -> None:
-        self.sent: list[tuple[int, Beat]] = []
+        self.sent: list[tuple[int, ToNode]] = []
+        self.received: list[FromEngine] = []
 
-    def send_to_node(self, node: int, message: Beat) -> None:
+    def send_to_node(self, node: int, message: ToNode) -> None:
         self.sent.append((node, message))
+
+    async def receive(self) -> FromEngine:
+        return self.received.pop(0)
 
 
 class Watched:
@@ -24,7 +31,14 @@ class Watched:
         self.channel = FakeChannel()
         self.health = Health(num_ranks=4)
         self.num_stops = 0
-        self.links = Links(self.channel, self.health, self._stop, LOST_S)  # type: ignore[arg-type]
+        self.reports: list[NodeReport] = []
+        self.links = Links(
+            self.channel,  # type: ignore[arg-type]
+            self.health,
+            self._stop,
+            self.reports.append,
+            LOST_S,
+        )
         self.health.phase = Phase.READY
 
     def _stop(self) -> None:
@@ -61,3 +75,25 @@ def test_a_node_that_stops_stops_all_once_and_is_not_lost_by_its_silence() -> No
         watched.links.on_beat(NodeBeat(node=1, name="second", ranks=[2], is_stopping=True), now)
     assert watched.num_stops == 1
     watched.links.look(10 * LOST_S)
+
+
+def test_reports_are_for_the_launcher_alone() -> None:
+    watched = Watched()
+    report = NodeReport(node=1, name="second", epoch=0, order=0, ranks=[])
+    progress = RankProgress(2, "loading")
+    watched.channel.received = [BEAT, report, progress]
+    assert asyncio.run(watched.links.receive()) == progress
+    assert watched.reports == [report]
+    assert watched.channel.sent == [(1, Beat())]
+
+
+def test_orders_and_the_end_go_to_nodes_that_have_been_heard() -> None:
+    watched = Watched()
+    order = NodeOrder(node=1, number=1, epoch=1, rank_numbers=[0, 1])
+    watched.links.order(order)
+    watched.links.end_all("a rank failed")
+    assert watched.channel.sent == []
+    watched.links.on_beat(BEAT, 0.0)
+    watched.links.order(order)
+    watched.links.end_all("a rank failed")
+    assert watched.channel.sent[1:] == [(1, order), (1, Over("a rank failed"))]

@@ -1,0 +1,48 @@
+"""What all launchers need: processes of their own, and signals as something to wait for."""
+
+import logging
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+
+def spawn(
+    context: SpawnContext, name: str, target: object, arguments: tuple[object, ...]
+) -> SpawnProcess:
+    """A process of ours, started and told of in the log."""
+    process = context.Process(name=name, target=target, args=arguments)  # type: ignore[arg-type]
+    process.start()
+    logger.info("started %s: process %d", name.removeprefix("moed-"), process.pid)
+    return process
+
+
+class StopSignals:
+    """SIGTERM, SIGINT and SIGHUP. Use as a context."""
+
+    def __init__(self, context: SpawnContext) -> None:
+        self.numbers: list[int] = []
+        """Those that have come."""
+        # They only write a byte here, so that whoever waits wakes up and decides.
+        self.reader: Connection
+        self.reader, self._writer = context.Pipe(duplex=False)
+
+    def __enter__(self) -> "StopSignals":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """They are still taken, and no longer looked at: what is under way is the end."""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.numbers.append(number)
+        self._writer.send_bytes(b"!")
+
+    def clear(self, ready: Sequence[object]) -> None:
+        """What has been waited for successfully."""
+        if self.reader in ready:
+            self.reader.recv_bytes()
