@@ -9,11 +9,8 @@ duplicates and what an older epoch sent.
 
 import msgspec
 
-<<<<<<< HEAD
 from moed.server.histogram import Histogram
-=======
 from moed.server.node_messages import FromNode, Joined, NodeOrder, NodeReport, RanksReady
->>>>>>> af05cf973b0fc7c0d004abaa14576ccb1431334a
 
 
 class ReasoningLimit(msgspec.Struct, frozen=True):

@@ -25,14 +25,7 @@ from moed.dist.launch import LaunchEnvironment
 from moed.server.endings import FLUSH_S
 from moed.server.frontend_process import log_progress
 from moed.server.http_socket import bind_http
-<<<<<<< HEAD
-from moed.server.launcher import (
-    FLUSH_S,
-    log_progress,
-)
-=======
 from moed.server.keeper_process import KEEPER_ENDED, KeeperProcess
->>>>>>> af05cf973b0fc7c0d004abaa14576ccb1431334a
 from moed.server.lifecycle import FrontendPlace, describe_exit, die_after_parent, leave
 from moed.server.logs import setup_logging
 from moed.server.messages import (
