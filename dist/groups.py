@@ -65,7 +65,7 @@ class Groups:
         self.local_rank = environment.local_rank
         first = environment.rank - environment.local_rank
         self.local_ranks = range(first, first + environment.local_world_size)
-        """Of this node."""
+        """Of this host."""
         self.device_type = device_type
         self.cpu = cpu
         self.device = device

@@ -87,8 +87,8 @@ def wire_family(totals: WireTotals, model_name: str) -> Metric:
     """Counted in each layer of each step; see `moed.dist.all2all.traffic.Traffic`."""
     family = CounterMetricFamily(
         "moed:all2all_bytes",
-        "Payload of rows between processes (dispatch) and of their results back (combine), on one "
-        "node (intra) or between two (inter).",
+        "Payload of rows between processes (dispatch) and of their results back (combine), within "
+        "a host (intra) or between two (inter).",
         labels=("model_name", "op", "scope", "phase"),
     )
     for operation, scope, phase, num_bytes in totals.totals():

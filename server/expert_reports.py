@@ -75,7 +75,7 @@ class ExpertReports:
         local_ranks: range,
         send: Callable[[ExpertLoad], None],
     ) -> None:
-        """`rank`: of the process; `local_ranks`: of those on its node. What was counted before is
+        """`rank`: of the process; `local_ranks`: of those on its host. What was counted before is
         nobody's load.
         """
         self._rank = rank

@@ -215,7 +215,7 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that neither run nor wait, since their clients do not read."""
 
 
-# Between processes of one node, and of two.
+# Between processes of one host, and of two.
 INTRA, INTER = "intra", "inter"
 SCOPES = (INTRA, INTER)
 

@@ -93,6 +93,10 @@ def test_a_cut_cable_turns_both_red_and_then_ends_both() -> None:
             await_both_ready(hosts, first, second)
             tokens = hosts.first.call(lambda: first.tokens(PROMPT, 24, 1))
             assert tokens == hosts.first.call(lambda: first.tokens(PROMPT, 24, 0))
+            sent = {"intra": 0.0, "inter": 0.0}
+            for labels, count in hosts.first.call(lambda: first.series("moed:all2all_bytes_total")):
+                sent[labels["scope"]] += count
+            assert sent["inter"] > 0 == sent["intra"]
             stream = open_stream(hosts, first)
             cut_at = time.monotonic()
             hosts.cut()
