@@ -8,10 +8,11 @@ import pytest
 
 from moed.config.errors import EXIT_CODES
 from tests.daemon import LISTENING, Daemon
-from tests.e2e.streams import LONG, PROMPT, Stream, await_growth
+from tests.e2e.streams import LONG, PROMPT, Stream, await_growth, kill
 from tests.e2e.two_hosts import Host, TwoHosts
 
 PORT = 29511
+LENGTH = 200
 READY_S = 60.0
 # What the specification allows.
 RED_S = 10.0
@@ -66,9 +67,9 @@ def torchrun_on(host: Host, hosts: TwoHosts) -> Daemon:
     return Daemon("--probe-port", "0", command=command)
 
 
-def open_stream(hosts: TwoHosts, first: Daemon) -> Stream:
+def open_stream(hosts: TwoHosts, first: Daemon, max_tokens: int = 1900) -> Stream:
     # A thread is born in the namespace of the one that starts it.
-    body = {**LONG, "prompt": PROMPT, "max_tokens": 1900}
+    body = {**LONG, "prompt": PROMPT, "temperature": 0, "max_tokens": max_tokens}
     stream: Stream = hosts.first.call(lambda: Stream(first, body))
     await_growth([stream], 4)
     return stream
@@ -98,6 +99,40 @@ def test_a_cut_cable_turns_both_red_and_then_ends_both() -> None:
                 assert "Traceback" not in node.log
             assert "the network between is cut" in first.log
             assert "the network between is cut" in second.log
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_put_in_again_costs_only_time() -> None:
+    with TwoHosts() as hosts:
+        first, second = nodes_of(hosts)
+        with first, second:
+            await_both_ready(hosts, first, second)
+            tokens = hosts.first.call(lambda: first.tokens(PROMPT, LENGTH, 1))
+            streams = [open_stream(hosts, first, LENGTH) for _ in range(2)]
+            hosts.cut()
+            await_readiness(hosts.first, first, 503, RED_S)
+            hosts.mend()
+            for stream in streams:
+                stream.join(END_S)
+                assert stream.choices[0].token_ids == tokens
+            await_both_ready(hosts, first, second)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_on_either_host_costs_no_request_anything() -> None:
+    with TwoHosts() as hosts:
+        nodes = nodes_of(hosts)
+        with nodes[0], nodes[1]:
+            await_both_ready(hosts, *nodes)
+            tokens = hosts.first.call(lambda: nodes[0].tokens(PROMPT, LENGTH, 1))
+            for victim in (1, 0):
+                streams = [open_stream(hosts, nodes[0], LENGTH) for _ in range(2)]
+                kill(nodes[victim], f"rank-{victim}")
+                for stream in streams:
+                    stream.join(END_S)
+                    assert stream.choices[0].token_ids == tokens
+                await_both_ready(hosts, *nodes)
+            assert hosts.second.name in nodes[0].log
 
 
 @pytest.mark.slow
