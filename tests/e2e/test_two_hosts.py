@@ -12,7 +12,7 @@ from tests.e2e.streams import LONG, PROMPT, Stream, await_growth, kill
 from tests.e2e.two_hosts import Host, TwoHosts
 
 PORT = 29511
-LENGTH = 200
+LENGTH = 80
 READY_S = 60.0
 # What the specification allows.
 RED_S = 10.0
