@@ -136,6 +136,8 @@ class Groups:
         closing.join(CLOSE_S)
         if closing.is_alive():
             logger.warning("the process group did not close within %g s", CLOSE_S)
+        # With them the store goes, and on rank 0 its port, whoever still knows of this object.
+        del self.cpu, self.device, self.agreement, self.tensor
 
 
 def open_sockets() -> dict[int, str]:

@@ -182,6 +182,10 @@ class EngineChannel:
         self._context.term()
 
 
+def _failure(sent: "asyncio.Future[Any]") -> BaseException | None:
+    return None if sent.cancelled() else sent.exception()
+
+
 class FrontendChannel:
     """The front end's end, for one asyncio loop."""
 
@@ -255,21 +259,20 @@ class FrontendChannel:
     def send(self, rank: int, message: ToEngine) -> None:
         """Queue one message for an engine that has spoken before; order is kept. A lost engine is
         only logged: the launcher tells of it on its own way."""
-        self._send(_identity(rank, self._epoch), f"rank {rank}", message)
+
+        def log_failure(sent: "asyncio.Future[Any]") -> None:
+            if (error := _failure(sent)) is not None:
+                logger.warning("a message to rank %d could not be sent: %s", rank, error)
+
+        self._send(_identity(rank, self._epoch), message).add_done_callback(log_failure)
 
     def send_to_node(self, node: int, message: ToNode) -> None:
-        """As `send`, to the keeper of another node."""
-        self._send(node_identity(node), f"node {node}", message)
+        """As `send`, to the keeper of another node. One that is gone is known by its silence."""
+        self._send(node_identity(node), message).add_done_callback(_failure)
 
-    def _send(self, identity: bytes, name: str, message: ToEngine | ToNode) -> None:
+    def _send(self, identity: bytes, message: ToEngine | ToNode) -> "asyncio.Future[Any]":
         frames = [identity, self._encoder.encode(message)]
-        sent = asyncio.ensure_future(self._socket.send_multipart(frames))
-        sent.add_done_callback(lambda done: self._log_failure(name, done))
-
-    @staticmethod
-    def _log_failure(name: str, sent: "asyncio.Future[Any]") -> None:
-        if not sent.cancelled() and (error := sent.exception()) is not None:
-            logger.warning("a message to %s could not be sent: %s", name, error)
+        return asyncio.ensure_future(self._socket.send_multipart(frames))
 
     def close(self) -> None:
         """Safe to call twice."""

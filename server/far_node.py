@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from moed.server.endings import EXIT_PROCESS_DIED
 from moed.server.heartbeats import Beat
 from moed.server.messages import PeerGone, RankFailure
 from moed.server.node_messages import NodeOrder, NodeReport, RankReport, shortened
@@ -32,6 +33,16 @@ class FarRank:
     def take(self, report: RankReport) -> None:
         if report.number == self.number:
             self._last = report
+
+    def lose_with_node(self) -> None:
+        """Its launcher is another one."""
+        self._last = RankReport(
+            number=self.number,
+            pid=0,
+            exit_code=-signal.SIGKILL,
+            error="the launcher of its node has ended, and was started again",
+            error_code=EXIT_PROCESS_DIED,
+        )
 
     def begin_again(self) -> None:
         """Another process is wanted."""
@@ -111,8 +122,8 @@ class FarNode:
     def __init__(
         self, node: int, ranks: Sequence[int], send: Callable[[NodeOrder], object]
     ) -> None:
-        self._node = node
-        self._host = ""
+        self.node = node
+        self._host = self._launcher = ""
         self._send = send
         self._heard_at = 0.0
         self.ranks = [FarRank(rank, self) for rank in ranks]
@@ -121,21 +132,31 @@ class FarNode:
     @property
     def name(self) -> str:
         """For a person."""
-        return f"node {self._node}" + (f", {self._host}" if self._host else "")
+        return f"node {self.node}" + (f", {self._host}" if self._host else "")
 
     def on_report(self, report: NodeReport) -> None:
         if len(report.ranks) != len(self.ranks) or report.epoch > self._order.epoch:
             return  # of no launcher that this one has ever ordered
         self._host, self._heard_at = report.name, time.monotonic()
+        known, self._launcher = self._launcher, report.launcher
+        if known not in ("", report.launcher):
+            for rank in self.ranks:
+                rank.lose_with_node()
+            return  # what is ordered next it has to hear
         for rank, found in zip(self.ranks, report.ranks, strict=True):
             rank.take(found)
         if report.order < self._order.number:
             self._send(self._order)
 
     @property
+    def is_silent(self) -> bool:
+        """For now."""
+        return time.monotonic() - self._heard_at > FRESH_S
+
+    @property
     def beats(self) -> list[Beat] | None:
         """By local rank; None where they are not known for now."""
-        if time.monotonic() - self._heard_at > FRESH_S:
+        if self.is_silent:
             return None
         found = [rank.beat(self._heard_at) for rank in self.ranks]
         beats = [beat for beat in found if beat is not None]

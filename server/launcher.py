@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 
 from moed.config.engine_config import EngineConfig
 from moed.server.endings import (
@@ -31,6 +31,7 @@ from moed.server.endings import (
 )
 from moed.server.frontend_process import FrontendProcess
 from moed.server.http_socket import bind_http
+from moed.server.late_node import Reception
 from moed.server.lifecycle import FrontendPlace, describe_exit
 from moed.server.messages import (
     Active,
@@ -84,9 +85,10 @@ class Supervisor:
         self._group = RankGroup(config, context, wiring.told, self._frontend.tell)
         self._recovery = Recovery(config, self._group, self._frontend.tell)
         self._signals = StopSignals(context)
+        self._reception: Reception | None = None
 
     def __enter__(self) -> "Supervisor":
-        self._signals.__enter__()
+        self._signals.install()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -95,7 +97,11 @@ class Supervisor:
     # Start ---------------------------------------------------------------------------------------
 
     def start(self, store_socket: socket.socket) -> None:
-        """Start the front end and one process per rank of this node; returns at once."""
+        """Start the front end and one process per rank of this node; returns at once. Keep the
+        socket open.
+        """
+        if self._config.nodes is not None:
+            self._reception = Reception(store_socket, self._wiring.told)
         self._start_frontend()
         self._group.start(store_socket)
 
@@ -146,8 +152,15 @@ class Supervisor:
 
     def _wait_for_news(self, timeout_s: float | None) -> None:
         """Block until a signal, a message, or the end of a process; take in what was said."""
+        sources: list[Connection | socket.socket | int]
         sources = [self._signals.reader, *self._frontend.sources, *self._group.sources]
-        self._signals.clear(wait(sources, timeout_s))
+        reception = self._reception if self._group.epoch else None
+        if reception is not None:
+            sources.append(reception.listener)
+        ready = wait(sources, timeout_s)
+        self._signals.clear(ready)
+        if reception is not None and reception.listener in ready:
+            reception.answer(self._group.missing_nodes)
         self._take(self._frontend.read())
 
     def _take(self, messages: Sequence[FromFrontend]) -> None:

@@ -61,7 +61,7 @@ class Links:
         self._on_report = on_report
         self._lost_after_s = lost_after_s
         self._links: dict[int, Link] = {}
-        self._is_stopping = False
+        self._is_stopping = self._is_over = False
 
     async def receive(self) -> FromEngine:
         """The next message of an engine."""
@@ -94,8 +94,10 @@ class Links:
             self._channel.send_to_node(order.node, order)
 
     def end_all(self, error: str) -> None:
-        """Tell all nodes that the launch ends; `error` is empty where it was asked to."""
-        for node in self._links:
+        """Tell all nodes, once, that the launch ends; `error` is empty where it was asked to."""
+        told = () if self._is_over else tuple(self._links)
+        self._is_over = True
+        for node in told:
             self._channel.send_to_node(node, Over(shortened(error)))
 
     async def watch(self) -> None:

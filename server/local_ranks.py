@@ -1,7 +1,7 @@
 """The processes of this node's ranks: started, replaced, ended."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 
@@ -27,20 +27,22 @@ class LocalRanks:
         self.ranks: list[Rank] = []
 
     def start(
-        self, store_socket: socket.socket | None, epoch: int = 0, store_port: int | None = None
+        self,
+        store_socket: socket.socket | None,
+        epoch: int = 0,
+        store_port: int | None = None,
+        numbers: Sequence[int] = (),
     ) -> None:
         """One process per rank of this node, whatever there was before; returns at once.
         `store_socket`: where the ranks meet, on the first node; `store_port`: there, on others, if
-        it is not the usual one.
+        it is not the usual one. `numbers`: as `replace`.
         """
         # Bound before and handed over open: between choosing a port and using it nobody can take
         # it.
         if store_socket is not None:
             store_port = store_socket.getsockname()[1]
-        numbers = [rank.number + 1 for rank in self.ranks]
-        self.end_all()
-        for rank in self.ranks:
-            rank.pipe.close()
+        numbers = numbers or [rank.number + 1 for rank in self.ranks]
+        self.forget()
         num_local = self._config.parallel.num_local_ranks
         self.ranks = [
             self._start_rank(local_rank, epoch, store_socket, store_port, number)
@@ -102,6 +104,13 @@ class LocalRanks:
     def beats(self) -> list[Beat]:
         """By rank, over all nodes; true for those of this one."""
         return read_beats(self._heartbeats)
+
+    def forget(self) -> None:
+        """End all, and have none until the next start."""
+        self.end_all()
+        for rank in self.ranks:
+            rank.pipe.close()
+        self.ranks = []
 
     def end_all(self) -> None:
         """Now, whatever they are doing."""

@@ -11,6 +11,7 @@ What becomes of a rank that is lost is decided by the first node's launcher, whi
 import contextlib
 import logging
 import multiprocessing
+import socket
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -21,14 +22,21 @@ from moed.config.settings import ServeSettings
 from moed.dist.launch import LaunchEnvironment
 from moed.server.endings import DRAIN_SLACK_S, FAILURE_GATHERING_S, LEAVE_S, report_end
 from moed.server.keeper_process import KEEPER_ENDED, KeeperProcess
-from moed.server.node_messages import LinkLost, NodeOrder, NodeStopping, Over
+from moed.server.late_node import find_launch
+from moed.server.node_messages import Joined, LinkLost, NodeOrder, NodeStopping, Over
 from moed.server.node_of_rank import tell_others
 from moed.server.node_ranks import NodeRanks
 from moed.server.processes import StopSignals
+from moed.server.wire import wire_from
 
 logger = logging.getLogger(__name__)
 
 REPORT_S = 0.5
+# Whether the launch is under way already.
+ASK_S = 2.0
+# For the other nodes to notice that this one was lost, when it is started again at once: its ranks
+# are not wanted until then.
+LATE_S = 5.0
 # For the first node's launcher, to say what becomes of a rank that has failed.
 DECISION_S = 10.0
 
@@ -71,9 +79,10 @@ class NodeSupervisor:
         self._stops_at: float | None = None
         self._failed_since: float | None = None
         self._report_at = 0.0
+        self._ask_at = time.monotonic() + ASK_S
 
     def __enter__(self) -> "NodeSupervisor":
-        self._signals.__enter__()
+        self._signals.install()
         self._keeper = KeeperProcess(self._config)
         return self
 
@@ -88,8 +97,32 @@ class NodeSupervisor:
         return self._keeper
 
     def start(self) -> None:
-        """Start one process per local rank; returns at once."""
-        self._ranks.start()
+        """Start one process per local rank, or wait for what a launch orders that has lost this
+        node; returns soon.
+        """
+        if not self._join_again():
+            self._ranks.start()
+
+    def _join_again(self) -> bool:
+        """False where there is no such launch."""
+        nodes, num_local = self._config.nodes, self._config.parallel.num_local_ranks
+        assert nodes is not None
+        told = find_launch(nodes)
+        if told is None:
+            return False
+        logger.info("the launch goes on without this node, and it joins it again")
+        wire, first = wire_from(told, nodes), nodes.node_rank * num_local
+        assert wire.secret is not None
+        joined = Joined(
+            node=nodes.node_rank,
+            name=socket.gethostname(),
+            ranks=list(range(first, first + num_local)),
+            address=wire.address,
+            secret=wire.secret,
+        )
+        self._ranks.wait_for_order(joined)
+        self._link.tell(joined)
+        return True
 
     def watch(self) -> int:
         """Wait until the ranks leave together, fail for good, or are to stop; returns the exit
@@ -98,6 +131,7 @@ class NodeSupervisor:
         while True:
             for news in self._ranks.collect():
                 self._link.tell(news)
+            self._ask_again()
             exit_code = self._look_at_signals()
             if exit_code is None:
                 exit_code = self._look_at_ranks()
@@ -106,6 +140,13 @@ class NodeSupervisor:
                 exit_code = self._wait()
             if exit_code is not None:
                 return exit_code
+
+    def _ask_again(self) -> None:
+        """This node may have come before the others had noticed that it was lost."""
+        now = time.monotonic()
+        if not self._ranks.have_met and now >= self._ask_at:
+            self._ask_at = now + ASK_S
+            self._join_again()
 
     def _look_at_signals(self) -> int | None:
         numbers = self._signals.numbers
@@ -140,7 +181,8 @@ class NodeSupervisor:
         now = time.monotonic()
         if self._failed_since is None:
             self._failed_since = now
-        if self._ranks.have_met and now - self._failed_since < DECISION_S:
+        patience_s = DECISION_S if self._ranks.have_met else LATE_S
+        if now - self._failed_since < patience_s:
             return None
         return self._end("")
 
@@ -153,7 +195,8 @@ class NodeSupervisor:
 
     def _wait(self) -> int | None:
         """Until there is news, and act on the keeper's. Returns the exit code where it says so."""
-        timeout_s = max(0.0, self._report_at - time.monotonic()) if self._ranks.have_met else None
+        wake_at = self._report_at if self._ranks.have_met else self._ask_at
+        timeout_s = max(0.0, wake_at - time.monotonic())
         sources = [self._signals.reader, self._link.pipe, *self._ranks.sources]
         ready = wait(sources, timeout_s)
         self._signals.clear(ready)

@@ -103,6 +103,8 @@ class NodeReport(msgspec.Struct, frozen=True, tag="node_report", kw_only=True):
     node: Number
     name: Text
     """Of the host."""
+    launcher: Text
+    """Differs from that of a launcher that was there before."""
     epoch: Number
     order: Number
     """The last one that was carried out."""

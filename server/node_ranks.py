@@ -3,8 +3,10 @@ that orders.
 """
 
 import logging
+import signal
 import socket
 import time
+import uuid
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
@@ -25,6 +27,8 @@ from moed.server.rank_process import Rank
 
 logger = logging.getLogger(__name__)
 
+NO_RANK = RankReport(number=0, pid=0, exit_code=-signal.SIGKILL)
+
 
 class NodeRanks:
     """The node's launcher alone uses it, from one thread."""
@@ -43,9 +47,15 @@ class NodeRanks:
         self._joined: Joined | None = None
         self._ready_number = -1
         self._told: Sequence[object] = ()
+        self._launcher = uuid.uuid4().hex
 
     def start(self) -> None:
         self._local.start(None)
+
+    def wait_for_order(self, joined: Joined) -> None:
+        """Have no ranks until the first node orders some: it is where `joined` says."""
+        self._joined = joined
+        self._local.forget()
 
     def end_all(self) -> None:
         self._local.end_all()
@@ -71,12 +81,16 @@ class NodeRanks:
     @property
     def have_left(self) -> bool:
         """All of them, in good order."""
-        return all(rank.exit_code == 0 for rank in self._local.ranks)
+        ranks = self._local.ranks
+        return bool(ranks) and all(rank.exit_code == 0 for rank in ranks)
 
     def collect(self) -> list[Joined | RanksReady]:
         """Take in what they have said; returns what the keeper does not know yet."""
+        news: list[Joined | RanksReady] = []
+        if not self._local.ranks:
+            return news
         self._local.collect()
-        first, news = self._local.ranks[0], list[Joined | RanksReady]()
+        first = self._local.ranks[0]
         if self._joined is None and first.joined is not None:
             self._joined = first.joined
             news.append(first.joined)
@@ -101,12 +115,14 @@ class NodeRanks:
         """The first node's launcher has nothing else to go by."""
         self._told = self._state()
         beats, now = self._local.beats, time.monotonic()
+        ranks = [report_of(rank, beats[rank.rank], now) for rank in self._local.ranks]
         return NodeReport(
             node=self._node,
             name=shortened(socket.gethostname()),
+            launcher=self._launcher,
             epoch=self._order.epoch,
             order=self._order.number,
-            ranks=[report_of(rank, beats[rank.rank], now) for rank in self._local.ranks],
+            ranks=ranks or [NO_RANK] * len(self._order.rank_numbers),
         )
 
     # What they should do -------------------------------------------------------------------------
@@ -116,7 +132,7 @@ class NodeRanks:
         ranks, old = self._local.ranks, self._order
         if order.number <= old.number or order.epoch < old.epoch:
             return
-        if order.node != self._node or len(order.rank_numbers) != len(ranks):
+        if order.node != self._node or len(order.rank_numbers) != len(old.rank_numbers):
             logger.error("an order for node %d came here, and is not obeyed", order.node)
             return
         self._order = order
@@ -127,6 +143,9 @@ class NodeRanks:
                 rank.tell(NewFrontend(order.frontend, self._joined.address))
         self._ask_for_stacks(set(order.stacks_of) - set(old.stacks_of))
         port = None if self._stays_in_process else order.store_port
+        if not ranks:
+            self._local.start(None, order.epoch, port, order.rank_numbers)
+            return
         for rank, number in zip(list(ranks), order.rank_numbers, strict=True):
             if number > rank.number:
                 self._local.replace(rank, order.epoch, port, number)

@@ -21,7 +21,7 @@ def spawn(
 
 
 class StopSignals:
-    """SIGTERM, SIGINT and SIGHUP. Use as a context."""
+    """SIGTERM, SIGINT and SIGHUP, taken from `install` on."""
 
     def __init__(self, context: SpawnContext) -> None:
         self.numbers: list[int] = []
@@ -30,13 +30,9 @@ class StopSignals:
         self.reader: Connection
         self.reader, self._writer = context.Pipe(duplex=False)
 
-    def __enter__(self) -> "StopSignals":
+    def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """They are still taken, and no longer looked at: what is under way is the end."""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.numbers.append(number)

@@ -107,6 +107,11 @@ class RankGroup:
         for node in self._far_nodes[max(0, report.node - 1) : report.node]:
             node.on_report(report)
 
+    @property
+    def missing_nodes(self) -> list[int]:
+        """Those that are not heard for now."""
+        return [node.node for node in self._far_nodes if node.is_silent]
+
     def on_formed(self, epoch: int) -> None:
         """All ranks of `epoch` are ready."""
         self._formed_epoch = epoch

@@ -19,14 +19,13 @@ from typing import Any
 import msgspec
 
 from moed.config.engine_config import EngineConfig
-from moed.config.errors import ConfigError, MoedError, PeerLost
+from moed.config.errors import ConfigError
 from moed.config.settings import ServeSettings
 from moed.dist.launch import LaunchEnvironment
 from moed.server.endings import FLUSH_S
 from moed.server.frontend_process import log_progress
 from moed.server.http_socket import bind_http
-from moed.server.keeper_process import KEEPER_ENDED, KeeperProcess
-from moed.server.lifecycle import FrontendPlace, describe_exit, die_after_parent, leave
+from moed.server.lifecycle import FrontendPlace, describe_exit, die_after_parent
 from moed.server.logs import setup_logging
 from moed.server.messages import (
     Drain,
@@ -38,16 +37,13 @@ from moed.server.messages import (
     StopNow,
     ToFrontend,
 )
-from moed.server.node_messages import LinkLost, NodeStopping, ToKeeper
-from moed.server.node_of_rank import NodeOfRank, tell_others
-from moed.server.rank import describe_failure, serve_rank
+from moed.server.torchrun_rank import RankPlace, serve_place
 from moed.server.wiring import Wiring, open_wire
 
 logger = logging.getLogger(__name__)
 
 TORCHRUN_DECIDES = ("nnodes", "node_rank", "master_addr", "master_port")
 EXIT_FRONTEND_DIED = 70
-STOPPED_BY_SIGTERM = 128 + signal.SIGTERM
 # For error events, once rank 0 is gone.
 LAST_WORDS_S = 10.0
 
@@ -98,69 +94,7 @@ def serve_under_torchrun(config: EngineConfig, environment: LaunchEnvironment) -
     # Rank 0's front end drains and then stops all ranks together; a signal alone stops none.
     signal.signal(signal.SIGTERM, place.on_sigterm)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return _serve(config, environment, place)
-
-
-class RankPlace:
-    """A rank, and its node's keeper, if it is the one to have it. Use as a context."""
-
-    def __init__(
-        self, config: EngineConfig, environment: LaunchEnvironment, told: Mapping[str, str]
-    ) -> None:
-        self._config = config
-        self._environment = environment
-        nodes = config.nodes
-        self._has_keeper = nodes is not None and nodes.node_rank > 0 and environment.local_rank == 0
-        self._keeper: KeeperProcess | None = None
-        tell = self._tell_keeper if self._has_keeper else None
-        self.node = NodeOfRank(config, environment, told, tell)
-
-    def __enter__(self) -> "RankPlace":
-        if self._has_keeper:
-            try:
-                self._keeper = KeeperProcess(self._config)
-            except MoedError as error:
-                tell_others(self._environment, self._environment.local_world_size, error)
-                raise
-            threading.Thread(target=self._listen, args=(self._keeper,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
-
-    def _tell_keeper(self, message: ToKeeper) -> None:
-        if self._keeper is not None:
-            self._keeper.tell(message)
-
-    def _listen(self, keeper: KeeperProcess) -> None:
-        """Ends the process with the link to the first node: the rank may be stuck in a collective
-        for long.
-        """
-        while (message := keeper.receive()) is not None:
-            if isinstance(message, LinkLost):
-                logger.error("%s", message.error)
-                leave(PeerLost.exit_code)
-        if not keeper.is_closing:
-            logger.error(KEEPER_ENDED)
-            leave(PeerLost.exit_code)
-
-    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """The front end stops all ranks together: it is asked to, where it does not know yet."""
-        if not self.node.is_ready:
-            leave(STOPPED_BY_SIGTERM)
-        self._tell_keeper(NodeStopping())
-
-
-def _serve(config: EngineConfig, environment: LaunchEnvironment, place: RankPlace) -> int:
-    try:
-        with place:
-            serve_rank(config, environment, place.node)
-    except Exception as error:
-        failure = describe_failure(environment.rank, error)
-        logger.error("%srank %d failed: %s", failure.details, failure.rank, failure.error)
-        return failure.exit_code
-    return 0
+    return serve_place(config, environment, place)
 
 
 def _serve_first_rank(config: EngineConfig, environment: LaunchEnvironment) -> int:
@@ -168,7 +102,8 @@ def _serve_first_rank(config: EngineConfig, environment: LaunchEnvironment) -> i
     with bind_http(server.host, server.port, "--port") as http_socket, open_wire(config) as wiring:
         frontend = FrontendThread(config, http_socket, wiring)
         frontend.start()
-        exit_code = _serve(config, environment, RankPlace(config, environment, wiring.told))
+        place = RankPlace(config, environment, wiring.told)
+        exit_code = serve_place(config, environment, place)
         if exit_code:
             frontend.tell(RankLost(rank=0, error="the group of ranks failed; see the log"))
             frontend.drained.wait(FLUSH_S)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.daemon import Daemon
-from tests.e2e.nodes import Nodes, probe
+from tests.e2e.nodes import Nodes, kill_all, probe
 from tests.e2e.streams import KINDS, LONG, PROMPT, Stream, assert_same, await_growth, kill
 from tests.e2e.test_recovery import (
     RECOVERY_S,
@@ -298,3 +298,49 @@ def test_a_front_end_is_replaced_between_nodes() -> None:
         assert_well(first)
         await_probe(second, 200)
         assert_no_tracebacks(nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["all2allv", "deepep_low_latency"])
+def test_a_node_that_is_started_again_joins_its_launch(backend: str) -> None:
+    """With the same line, twice; the first time before the others have noticed anything."""
+    with Nodes("--all2all-backend", backend) as nodes:
+        first, lost = nodes.daemons
+        first.wait_ready(READY_S)
+        expected = undisturbed(first)
+        for delay_s in (0.0, 6.0):
+            streams = start_all(first)
+            await_growth(streams, 5)
+            kill_all(lost)
+            nodes.daemons.remove(lost)
+            time.sleep(delay_s)
+            lost = nodes.start(1)
+            finish(streams, expected)
+            assert "joins it again" in lost.log
+            assert_well(first)
+            await_probe(lost, 200)
+        # It takes part as the one before did.
+        streams = start_all(first)
+        await_growth(streams, 5)
+        kill_rank(nodes, 1)
+        finish(streams, expected)
+        lost.signal(signal.SIGTERM)
+        assert [node.wait_exit(END_S) for node in nodes.daemons] == [0, 0], nodes.logs
+
+
+@pytest.mark.slow
+def test_a_node_that_is_there_already_is_not_replaced() -> None:
+    with Nodes() as nodes:
+        first, second = nodes.daemons
+        first.wait_ready(READY_S)
+        expected = undisturbed(first)
+        kill_rank(nodes, 1)
+        await_loss(first, 1)
+        first.wait_ready()
+        pids = rank_pids(nodes)
+        twin = nodes.start(1)
+        assert twin.wait_exit(READY_S) == 69, twin.log
+        assert_no_tracebacks(nodes)
+        finish(start_all(first), expected)
+        nodes.daemons.remove(twin)
+        assert rank_pids(nodes) == pids

@@ -9,10 +9,11 @@ import pytest
 
 from moed.config.errors import EXIT_CODES
 from tests.daemon import LISTENING, Daemon
-from tests.e2e.streams import LONG, PROMPT, Stream, await_growth
+from tests.e2e.streams import LONG, PROMPT, Stream, await_growth, kill
 from tests.e2e.two_hosts import Host, TwoHosts
 
 PORT = 29511
+LENGTH = 80
 READY_S = 60.0
 # What the specification allows.
 RED_S = 10.0
@@ -77,9 +78,9 @@ def listening_on(host: Host) -> set[str]:
     return set(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split())
 
 
-def open_stream(hosts: TwoHosts, first: Daemon) -> Stream:
+def open_stream(hosts: TwoHosts, first: Daemon, max_tokens: int = 1900) -> Stream:
     # A thread is born in the namespace of the one that starts it.
-    body = {**LONG, "prompt": PROMPT, "max_tokens": 1900}
+    body = {**LONG, "prompt": PROMPT, "temperature": 0, "max_tokens": max_tokens}
     stream: Stream = hosts.first.call(lambda: Stream(first, body))
     await_growth([stream], 4)
     return stream
@@ -123,6 +124,40 @@ def test_both_listen_on_their_network_and_their_loopback_alone() -> None:
             await_both_ready(hosts, *nodes)
             for host in hosts.hosts:
                 assert listening_on(host) == {"127.0.0.1", host.address}
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_put_in_again_costs_only_time() -> None:
+    with TwoHosts() as hosts:
+        first, second = nodes_of(hosts)
+        with first, second:
+            await_both_ready(hosts, first, second)
+            tokens = hosts.first.call(lambda: first.tokens(PROMPT, LENGTH, 1))
+            streams = [open_stream(hosts, first, LENGTH) for _ in range(2)]
+            hosts.cut()
+            await_readiness(hosts.first, first, 503, RED_S)
+            hosts.mend()
+            for stream in streams:
+                stream.join(END_S)
+                assert stream.choices[0].token_ids == tokens
+            await_both_ready(hosts, first, second)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_on_either_host_costs_no_request_anything() -> None:
+    with TwoHosts() as hosts:
+        nodes = nodes_of(hosts)
+        with nodes[0], nodes[1]:
+            await_both_ready(hosts, *nodes)
+            tokens = hosts.first.call(lambda: nodes[0].tokens(PROMPT, LENGTH, 1))
+            for victim in (1, 0):
+                streams = [open_stream(hosts, nodes[0], LENGTH) for _ in range(2)]
+                kill(nodes[victim], f"rank-{victim}")
+                for stream in streams:
+                    stream.join(END_S)
+                    assert stream.choices[0].token_ids == tokens
+                await_both_ready(hosts, *nodes)
+            assert hosts.second.name in nodes[0].log
 
 
 @pytest.mark.slow

@@ -97,6 +97,10 @@ class TwoHosts:
         """Pull the cable."""
         _ip("-n", self.second.name, "link", "set", self.second.interface, "down")
 
+    def mend(self) -> None:
+        """Put it in again."""
+        _ip("-n", self.second.name, "link", "set", self.second.interface, "up")
+
     def __exit__(self, *exception: object) -> None:
         self._remove()
 

@@ -28,10 +28,23 @@ class Bench:
     def last(self) -> NodeOrder:
         return self.orders[-1]
 
-    def report(self, *ranks: RankReport, order: int | None = None, epoch: int = 0) -> None:
+    def report(
+        self,
+        *ranks: RankReport,
+        order: int | None = None,
+        epoch: int = 0,
+        launcher: str = "one",
+    ) -> None:
         number = (self.last.number if self.orders else 0) if order is None else order
         self.node.on_report(
-            NodeReport(node=1, name="second", epoch=epoch, order=number, ranks=list(ranks))
+            NodeReport(
+                node=1,
+                name="second",
+                launcher=launcher,
+                epoch=epoch,
+                order=number,
+                ranks=list(ranks),
+            )
         )
 
 
@@ -116,6 +129,23 @@ def test_stacks_are_asked_for_once_for_each_stall() -> None:
     assert bench.last.stacks_of == [0, 1]
 
 
+def test_with_another_launcher_all_ranks_of_the_node_are_lost_once() -> None:
+    bench = Bench()
+    bench.node.tell_trouble("the ranks recover")
+    bench.report(rank(), rank())
+    nobody = rank(exit_code=-9)
+    bench.report(nobody, nobody, launcher="two", order=0)
+    assert all(one.exit_code == -9 for one in bench.node.ranks)
+    assert (
+        "rank 3 on node 1, second failed: the launcher of its node" in bench.node.ranks[1].report()
+    )
+    # It has to hear of nothing but the group that comes next.
+    assert len(bench.orders) == 1
+    bench.node.form_anew(1, bench.node.ranks, 0)
+    bench.report(rank(1), rank(1), launcher="two", epoch=1)
+    assert [one.exit_code for one in bench.node.ranks] == [None, None]
+
+
 @pytest.mark.parametrize("num_ranks", [0, 1, 3])
 def test_a_report_of_another_number_of_ranks_changes_nothing(num_ranks: int) -> None:
     bench = Bench()
@@ -135,7 +165,8 @@ def test_a_report_of_another_number_of_ranks_changes_nothing(num_ranks: int) -> 
     ],
 )
 def test_a_report_beyond_its_bounds_is_no_message(changes: dict[str, Any]) -> None:
-    good = {"type": "node_report", "node": 1, "name": "b", "epoch": 0, "order": 0, "ranks": []}
+    good = {"type": "node_report", "node": 1, "name": "b", "launcher": "one", "epoch": 0}
+    good |= {"order": 0, "ranks": []}
     decoder = msgspec.msgpack.Decoder(FromNode)
     assert isinstance(decoder.decode(msgspec.msgpack.encode(good)), NodeReport)
     with pytest.raises(msgspec.ValidationError):

@@ -79,7 +79,7 @@ def test_a_node_that_stops_stops_all_once_and_is_not_lost_by_its_silence() -> No
 
 def test_reports_are_for_the_launcher_alone() -> None:
     watched = Watched()
-    report = NodeReport(node=1, name="second", epoch=0, order=0, ranks=[])
+    report = NodeReport(node=1, name="second", launcher="one", epoch=0, order=0, ranks=[])
     progress = RankProgress(2, "loading")
     watched.channel.received = [BEAT, report, progress]
     assert asyncio.run(watched.links.receive()) == progress
@@ -87,13 +87,19 @@ def test_reports_are_for_the_launcher_alone() -> None:
     assert watched.channel.sent == [(1, Beat())]
 
 
-def test_orders_and_the_end_go_to_nodes_that_have_been_heard() -> None:
+def test_orders_go_to_nodes_that_have_been_heard() -> None:
     watched = Watched()
     order = NodeOrder(node=1, number=1, epoch=1, rank_numbers=[0, 1])
     watched.links.order(order)
-    watched.links.end_all("a rank failed")
     assert watched.channel.sent == []
     watched.links.on_beat(BEAT, 0.0)
     watched.links.order(order)
+    assert watched.channel.sent[1:] == [(1, order)]
+
+
+def test_the_end_is_told_once_and_first_why() -> None:
+    watched = Watched()
+    watched.links.on_beat(BEAT, 0.0)
     watched.links.end_all("a rank failed")
-    assert watched.channel.sent[1:] == [(1, order), (1, Over("a rank failed"))]
+    watched.links.end_all("")
+    assert watched.channel.sent[1:] == [(1, Over("a rank failed"))]
