@@ -219,6 +219,8 @@ class Supervisor:
         self._frontend.await_drained(FLUSH_S)
         # Nobody will leave by itself.
         self._recovery.has_been_ready &= not self._config.stays_in_process
+        # Before the report, whose last line is the last of the log.
+        self.stop()
         return report_end(ended, first)
 
     def stop(self) -> None:
@@ -227,13 +229,17 @@ class Supervisor:
         self._end_all(LEAVE_S if self._recovery.has_been_ready else 0.0)
 
     def _end_all(self, patience_s: float) -> None:
-        processes = [rank.process for rank in self._group.local.ranks]
-        processes += self._frontend.processes
+        ranks = [rank.process for rank in self._group.local.ranks]
         self._frontend.stop()
-        deadline = time.monotonic() + patience_s
-        for process in processes:
+        now = time.monotonic()
+        # The front end always leaves by itself, with its last lines written.
+        patience = [
+            (process, now + max(patience_s, FLUSH_S)) for process in self._frontend.processes
+        ]
+        patience += [(process, now + patience_s) for process in ranks]
+        for process, deadline in patience:
             process.join(max(0.0, deadline - time.monotonic()))
-        for process in processes:
+        for process, _ in patience:
             if process.is_alive():
                 process.kill()
                 process.join()

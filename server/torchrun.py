@@ -25,7 +25,7 @@ from moed.dist.launch import LaunchEnvironment
 from moed.server.endings import FLUSH_S
 from moed.server.frontend_process import log_progress
 from moed.server.http_socket import bind_http
-from moed.server.lifecycle import FrontendPlace, describe_exit, die_after_parent
+from moed.server.lifecycle import FrontendPlace, describe_exit, die_after_parent, leave
 from moed.server.logs import setup_logging
 from moed.server.messages import (
     Drain,
