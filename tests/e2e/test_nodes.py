@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 from contextlib import ExitStack
 
 import httpx
@@ -23,6 +24,10 @@ def test_two_nodes_serve_and_stop_together() -> None:
         first.assert_alive()
         tokens = first.tokens(PROMPT, 8, 0)
         assert first.tokens(PROMPT, 8, 1) == tokens
+        # It hears from the first node that all are ready.
+        deadline = time.monotonic() + 30
+        while probe(second).status_code != 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert probe(second).json() == {"status": "ready", "reason": None, "node": 1, "ranks": [1]}
         assert "rank-0" in first.log and "rank-1:" not in first.log
         sent = {"intra": 0.0, "inter": 0.0}
