@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -71,6 +72,15 @@ class Nodes:
 def probe(daemon: Daemon, path: str = "/readyz") -> httpx.Response:
     """What a node without HTTP answers."""
     return httpx.get(daemon.wait_log(PROBES, START_S).group(1) + path, timeout=5)
+
+
+def await_probe(node: Daemon, code: int, timeout_s: float = 20.0) -> str:
+    """Until the readiness of a node without HTTP is `code`; returns its reason."""
+    deadline = time.monotonic() + timeout_s
+    while (answer := probe(node)).status_code != code:
+        assert time.monotonic() < deadline, (answer.text, node.log)
+        time.sleep(0.02)
+    return str(answer.json()["reason"])
 
 
 def kill_all(daemon: Daemon) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.daemon import Daemon
-from tests.e2e.nodes import Nodes, kill_all, probe
+from tests.e2e.nodes import Nodes, await_probe, kill_all
 from tests.e2e.streams import KINDS, LONG, PROMPT, Stream, assert_same, await_growth, kill
 from tests.e2e.test_recovery import (
     RECOVERY_S,
@@ -49,15 +49,6 @@ def undisturbed(first: Daemon) -> list[Stream]:
     for stream in streams:
         stream.join(RECOVERY_S)
     return streams
-
-
-def await_probe(node: Daemon, code: int, timeout_s: float = 20.0) -> str:
-    """Until the readiness of a node without HTTP is `code`; returns its reason."""
-    deadline = time.monotonic() + timeout_s
-    while (answer := probe(node)).status_code != code:
-        assert time.monotonic() < deadline, (answer.text, node.log)
-        time.sleep(0.02)
-    return str(answer.json()["reason"])
 
 
 def finish(streams: Sequence[Stream], expected: Sequence[Stream]) -> None:

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import time
 from contextlib import ExitStack
 
 import httpx
@@ -10,7 +9,7 @@ import psutil
 import pytest
 
 from tests.daemon import Daemon, events, free_port, wait_gone
-from tests.e2e.nodes import Nodes, kill_all, probe, torchrun
+from tests.e2e.nodes import Nodes, await_probe, kill_all, probe, torchrun
 
 PROMPT = list(range(40, 60))
 LONG = {"prompt": [65], "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -25,9 +24,7 @@ def test_two_nodes_serve_and_stop_together() -> None:
         tokens = first.tokens(PROMPT, 8, 0)
         assert first.tokens(PROMPT, 8, 1) == tokens
         # It hears from the first node that all are ready.
-        deadline = time.monotonic() + 30
-        while probe(second).status_code != 200 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        await_probe(second, 200)
         assert probe(second).json() == {"status": "ready", "reason": None, "node": 1, "ranks": [1]}
         assert "rank-0" in first.log and "rank-1:" not in first.log
         sent = {"intra": 0.0, "inter": 0.0}
@@ -123,7 +120,7 @@ def test_two_nodes_under_torchrun() -> None:
         (second,) = [daemon for daemon in daemons if daemon is not first]
         first.wait_ready(90)
         assert first.tokens(PROMPT, 8, 0) == first.tokens(PROMPT, 8, 1)
-        assert probe(second).json()["status"] == "ready"
+        await_probe(second, 200)
         assert_all_end(daemons, 40)
 
 
