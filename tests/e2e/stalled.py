@@ -2,14 +2,11 @@
 
 import contextlib
 import json
-import re
 import select
 import socket
 import time
 from types import TracebackType
 from typing import Any
-
-import httpx
 
 from tests.daemon import Daemon
 
@@ -26,7 +23,6 @@ BODY: dict[str, Any] = {
 }
 # So that little of the answer lies in the kernel.
 RECEIVE_BYTES = 8192
-DEFERRED = re.compile(r'moed:num_requests_waiting_by_reason\{.*reason="deferred"\} (\S+)')
 
 
 class StalledReader:
@@ -84,8 +80,8 @@ class StalledReader:
 
 def num_paused(daemon: Daemon) -> float:
     """Requests that wait for their clients, on all ranks."""
-    text = httpx.get(f"{daemon.url}/metrics", timeout=10).text
-    return sum(float(number) for number in DEFERRED.findall(text))
+    samples = daemon.series("moed:num_requests_waiting_by_reason")
+    return sum(value for labels, value in samples if labels["reason"] == "deferred")
 
 
 def await_paused(daemon: Daemon, expected: int, timeout_s: float) -> None:

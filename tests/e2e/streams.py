@@ -175,3 +175,15 @@ def assert_same(streams: list[Stream], expected: list[Stream]) -> None:
             if "routed_experts" in choice.more:
                 assert choice.more["routed_experts"]
                 assert found.more["routed_experts"] == choice.more["routed_experts"]
+
+
+def start_all(daemon: Daemon) -> list[Stream]:
+    """One of each kind."""
+    return [Stream(daemon, body) for body in KINDS.values()]
+
+
+def finish(streams: list[Stream], expected: list[Stream], timeout_s: float) -> None:
+    """All end well, and as the `expected` did."""
+    for stream in streams:
+        stream.join(timeout_s)
+    assert_same(streams, expected)

@@ -11,17 +11,13 @@ import psutil
 import pytest
 
 from tests.daemon import Daemon
-from tests.e2e.streams import KINDS, Stream, assert_same, await_growth, kill
+from tests.e2e.streams import READ_S, await_growth, finish, kill, start_all
 from tests.small_disk import SmallDiskDaemon
 
 pytestmark = pytest.mark.slow
 
 RECOVERY_S = 60.0
 F_SETPIPE_SZ = 1031
-
-
-def start_all(daemon: Daemon) -> list[Stream]:
-    return [Stream(daemon, body) for body in KINDS.values()]
 
 
 def test_what_is_open_goes_on_and_lost_processes_are_replaced() -> None:
@@ -33,26 +29,20 @@ def test_what_is_open_goes_on_and_lost_processes_are_replaced() -> None:
         streams = start_all(daemon)
         await_growth(streams, 5)
         daemon.fill()
-        for stream in streams:
-            stream.join()
-        assert_same(streams, expected)
+        finish(streams, expected, READ_S)
         for name in ("rank-0", "rank-1"):
             streams, before = start_all(daemon), daemon.children()
             await_growth(streams, 5)
             kill(daemon, name)
             daemon.await_another(name, before, 10)
-            for stream in streams:
-                stream.join(RECOVERY_S)
-            assert_same(streams, expected)
+            finish(streams, expected, RECOVERY_S)
         before = daemon.children()
         kill(daemon, "http")
         daemon.await_another("http", before, 10)
         daemon.wait_ready()
         assert not daemon.takes_more()
         streams = start_all(daemon)
-        for stream in streams:
-            stream.join()
-        assert_same(streams, expected)
+        finish(streams, expected, READ_S)
         daemon.assert_alive()
         daemon.free()
         # The log goes on as soon as it can.
@@ -98,9 +88,7 @@ def test_a_log_that_takes_nothing_holds_nobody_up() -> None:
         await_growth(streams, 5)
         before = {child.pid for child in launcher.children()}
         kill(daemon, "rank-1")
-        for stream in streams:
-            stream.join(RECOVERY_S)
-        assert_same(streams, expected)
+        finish(streams, expected, RECOVERY_S)
         assert len({child.pid for child in launcher.children()} - before) == 1
         daemon.assert_alive()
         daemon.is_deaf = False

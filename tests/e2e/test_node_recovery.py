@@ -4,14 +4,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
 
 import httpx
 import pytest
 
 from tests.daemon import Daemon
 from tests.e2e.nodes import Nodes, await_probe, kill_all
-from tests.e2e.streams import KINDS, LONG, PROMPT, Stream, assert_same, await_growth, kill
+from tests.e2e.streams import KINDS, LONG, PROMPT, Stream, assert_same, await_growth, finish, kill
 from tests.e2e.test_recovery import (
     RECOVERY_S,
     assert_well,
@@ -51,12 +50,6 @@ def undisturbed(first: Daemon) -> list[Stream]:
     return streams
 
 
-def finish(streams: Sequence[Stream], expected: Sequence[Stream]) -> None:
-    for stream in streams:
-        stream.join(RECOVERY_S)
-    assert_same(list(streams), list(expected))
-
-
 def assert_no_tracebacks(nodes: Nodes) -> None:
     assert "Traceback" not in nodes.logs, nodes.logs
 
@@ -75,7 +68,7 @@ def test_a_rank_killed_on_another_node_costs_no_request_anything() -> None:
         assert report.status_code == 503 and report.json()["status"] == "recovering"
         assert "rank 1 on node 1" in report.json()["reason"]
         assert "the ranks recover: rank 1" in await_probe(second, 503)
-        finish(streams, expected)
+        finish(streams, expected, RECOVERY_S)
         assert_well(first)
         await_probe(second, 200)
         # Nothing but the one rank was started again, and by its own node.
@@ -107,7 +100,7 @@ def test_any_rank_of_two_nodes_twice_in_a_row_and_while_another_recovers() -> No
                 kill_rank(nodes, again)
                 await_loss(first, num_losses + 2)
                 num_losses = first.log.count("Forming the group anew")
-                finish(streams, expected)
+                finish(streams, expected, RECOVERY_S)
                 assert_well(first)
         assert_no_tracebacks(nodes)
 
@@ -128,7 +121,7 @@ def test_a_stopped_rank_is_named_and_ended_by_its_own_node(victim: int) -> None:
         assert f"rank {victim} (process {stopped}" in reason, reason
         assert "stopped by a signal" in reason and "step" in reason
         assert "stopped by a signal" in await_probe(second, 503)
-        finish(streams, expected)
+        finish(streams, expected, RECOVERY_S)
         assert f"process {stopped}: threads:" in owner(nodes, victim).log
         assert owner(nodes, victim).pid(f"rank-{victim}") != stopped
         assert_well(first)
@@ -164,7 +157,7 @@ def test_a_short_pause_of_a_far_rank_costs_only_time() -> None:
         await_status(first, "stalled")
         os.kill(paused, signal.SIGCONT)
         await_status(first, "ready")
-        finish(streams, expected)
+        finish(streams, expected, RECOVERY_S)
         assert second.pid("rank-1") == paused
         await_probe(second, 200)
         assert_well(first)
@@ -179,7 +172,7 @@ def test_a_rank_that_raises_on_another_node_is_started_again() -> None:
         streams = undisturbed(first)
         assert "rank 1 on node 1" in first.log
         assert "RuntimeError: injected fault" in first.log and "Traceback" in second.log
-        finish(start_all(first), streams)
+        finish(start_all(first), streams, RECOVERY_S)
         assert_well(first)
 
 
@@ -204,7 +197,7 @@ def test_with_other_backends_between_nodes(arguments: tuple[str, ...]) -> None:
             await_growth(streams, 5)
             before = rank_pids(nodes)
             kill_rank(nodes, victim)
-            finish(streams, expected)
+            finish(streams, expected, RECOVERY_S)
             assert_well(first)
             if "deepep" in arguments[-1]:
                 assert not set(before) & set(rank_pids(nodes))
@@ -279,13 +272,13 @@ def test_a_front_end_is_replaced_between_nodes() -> None:
                 assert time.monotonic() < deadline, nodes.logs
                 time.sleep(0.02)
             first.assert_at_rest()
-            finish(start_all(first), expected)
+            finish(start_all(first), expected, RECOVERY_S)
         assert rank_pids(nodes) == before
         # Orders find their way by the new one too.
         streams = start_all(first)
         await_growth(streams, 5)
         kill_rank(nodes, 1)
-        finish(streams, expected)
+        finish(streams, expected, RECOVERY_S)
         assert_well(first)
         await_probe(second, 200)
         assert_no_tracebacks(nodes)
@@ -306,7 +299,7 @@ def test_a_node_that_is_started_again_joins_its_launch(backend: str) -> None:
             nodes.daemons.remove(lost)
             time.sleep(delay_s)
             lost = nodes.start(1)
-            finish(streams, expected)
+            finish(streams, expected, RECOVERY_S)
             assert "joins it again" in lost.log
             assert_well(first)
             await_probe(lost, 200)
@@ -314,7 +307,7 @@ def test_a_node_that_is_started_again_joins_its_launch(backend: str) -> None:
         streams = start_all(first)
         await_growth(streams, 5)
         kill_rank(nodes, 1)
-        finish(streams, expected)
+        finish(streams, expected, RECOVERY_S)
         lost.signal(signal.SIGTERM)
         assert [node.wait_exit(END_S) for node in nodes.daemons] == [0, 0], nodes.logs
 
@@ -332,6 +325,6 @@ def test_a_node_that_is_there_already_is_not_replaced() -> None:
         twin = nodes.start(1)
         assert twin.wait_exit(READY_S) == 69, twin.log
         assert_no_tracebacks(nodes)
-        finish(start_all(first), expected)
+        finish(start_all(first), expected, RECOVERY_S)
         nodes.daemons.remove(twin)
         assert rank_pids(nodes) == pids

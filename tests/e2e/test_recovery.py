@@ -9,13 +9,19 @@ import httpx
 import pytest
 
 from tests.daemon import Daemon
-from tests.e2e.streams import KINDS, LONG, PROMPT, Stream, assert_same, await_growth, kill
+from tests.e2e.streams import (
+    KINDS,
+    LONG,
+    PROMPT,
+    Stream,
+    assert_same,
+    await_growth,
+    finish,
+    kill,
+    start_all,
+)
 
 RECOVERY_S = 60.0
-
-
-def start_all(daemon: Daemon) -> list[Stream]:
-    return [Stream(daemon, body) for body in KINDS.values()]
 
 
 def undisturbed(daemon: Daemon) -> list[Stream]:
@@ -82,9 +88,7 @@ def test_a_stopped_rank_is_named_and_ended() -> None:
         await_status(daemon, "stalled")
         reason = httpx.get(f"{daemon.url}/readyz", timeout=5).json()["reason"]
         assert f"rank 1 (process {stopped}), stopped by a signal" in reason and "step" in reason
-        for stream in streams:
-            stream.join(RECOVERY_S)
-        assert_same(streams, expected)
+        finish(streams, expected, RECOVERY_S)
         assert "stopped by a signal, keeps the others waiting" in daemon.log
         assert daemon.pid("rank-1") != stopped
         assert_well(daemon)
@@ -118,9 +122,7 @@ def test_a_short_pause_costs_only_time() -> None:
         await_status(daemon, "stalled")
         os.kill(paused, signal.SIGCONT)
         await_status(daemon, "ready")
-        for stream in streams:
-            stream.join(RECOVERY_S)
-        assert_same(streams, expected)
+        finish(streams, expected, RECOVERY_S)
         assert daemon.pid("rank-0") == paused
         assert_well(daemon)
 
@@ -134,9 +136,7 @@ def test_a_rank_stopped_in_its_sleep_is_found_with_the_next_request() -> None:
             daemon.assert_at_rest()
             os.kill(daemon.pid(f"rank-{ranks - 1}"), signal.SIGSTOP)
             streams = start_all(daemon)
-            for stream in streams:
-                stream.join(RECOVERY_S)
-            assert_same(streams, expected)
+            finish(streams, expected, RECOVERY_S)
             assert_well(daemon)
 
 
@@ -215,9 +215,7 @@ def test_any_rank_twice_in_a_row_and_while_another_recovers(ranks: int) -> None:
                 kill(daemon, f"rank-{again}")
                 await_loss(daemon, num_losses + 2)
                 num_losses = daemon.log.count("Forming the group anew")
-                for stream in streams:
-                    stream.join(RECOVERY_S)
-                assert_same(streams, expected)
+                finish(streams, expected, RECOVERY_S)
                 assert_well(daemon)
 
 
@@ -239,9 +237,7 @@ def test_with_other_backends(arguments: tuple[str, ...]) -> None:
             streams = start_all(daemon)
             await_growth(streams, 5)
             kill(daemon, f"rank-{victim}")
-            for stream in streams:
-                stream.join(RECOVERY_S)
-            assert_same(streams, expected)
+            finish(streams, expected, RECOVERY_S)
             assert_well(daemon)
 
 
