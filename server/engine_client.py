@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD_OUTPUTS = 1024
 RESUME_UNREAD_OUTPUTS = 256
 
-# Losses of the group in a row, with no token between them, that one request may be part of.
-MAX_LOSSES = 3
+# A request that was part of so many losses in a row, with no token between, may be their cause.
+LOSSES_OF_SUSPECT = 2
 
 
 class Channel(Protocol):
@@ -129,8 +129,10 @@ class OpenChoice:
     last_token_at: float | None = None
     output_token_ids: list[int] = field(default_factory=list)
     """What has come so far: with the spec, all that another engine needs to go on."""
+    is_given: bool = False
+    """A rank of the group that is there has it."""
     num_losses: int = 0
-    """How often in a row its group was lost before it got another token."""
+    """How often in a row a group that had it was lost before it got another token."""
 
     def work(self, keys: Sequence[bytes], block_size: int) -> Work:
         """What is left to do."""
@@ -265,6 +267,9 @@ class EngineClient:
         # Between groups. A front end that takes over has ranks to wake when it has heard of all.
         self._is_holding = place.number > 0 or place.epoch > 0
         self._hold_timer: asyncio.TimerHandle | None = None
+        # What may be what ends the ranks goes on alone: the one that does, and those that wait.
+        self._on_trial: OpenChoice | None = None
+        self._suspects: list[OpenChoice] = []
         self._ready: dict[int, RankReady] = {}
         self.context_length = 0
         """Most prompt plus output tokens of one request; 0 until the ranks are ready."""
@@ -353,7 +358,6 @@ class EngineClient:
 
     def _on_tokens(self, choice: OpenChoice, num_tokens: int, now: float) -> None:
         choice.next_output_index += num_tokens
-        choice.num_losses = 0
         self._metrics.requests.on_tokens(
             choice.rank, choice.submitted_at, choice.last_token_at, num_tokens, now
         )
@@ -364,6 +368,9 @@ class EngineClient:
         if choice.first_token_at is None:
             choice.first_token_at = now
         choice.last_token_at = now
+        choice.num_losses = 0
+        if choice is self._on_trial:
+            self._go_on()
 
     def _end(self, choice: OpenChoice, reason: str) -> None:
         del self._choices[choice.request_id]
@@ -380,6 +387,8 @@ class EngineClient:
             for listener in self.on_request_end:
                 listener(request)
         self._drain_rate.on_end(now)
+        if choice is self._on_trial:
+            self._go_on()
 
     # To the engines ------------------------------------------------------------------------------
 
@@ -422,7 +431,7 @@ class EngineClient:
             )
             self._choices[choice.request_id] = choice
             submission.open[index] = choice
-        if not self._is_holding:
+        if not self._is_holding and self._on_trial is None:
             self._give(list(submission.open.values()))
         return submission
 
@@ -436,6 +445,7 @@ class EngineClient:
             work = choice.work(choice.keys, self._config.cache.block_size)
             choice.place(self._balancer.choose(work, rank))
             self._send(choice.rank, choice.message())
+            choice.is_given = True
             before = choice
         self._wake()
 
@@ -491,7 +501,8 @@ class EngineClient:
         kind: type[AbortRequests] | type[PauseRequests] | type[ResumeRequests],
     ) -> None:
         """To each rank those of `choices` that it has."""
-        if self._is_stopped or self._is_holding or not choices:
+        choices = [choice for choice in choices if choice.is_given]
+        if self._is_stopped or not choices:
             return
         by_rank: dict[int, list[str]] = {}
         for choice in choices:
@@ -514,32 +525,33 @@ class EngineClient:
 
     def hold(self, epoch: int) -> None:
         """The group is lost: keep what is open until all ranks of `epoch` are ready."""
-        was_holding, self._is_holding = self._is_holding, True
+        self._is_holding = True
         self.epoch = epoch
         self._channel.start_epoch(epoch)
         self._ready = {}
         self._balancer.start_anew()
-        for choice in list(self._choices.values()):
-            choice.load = 0
-            choice.epoch = epoch
-            choice.num_losses += not was_holding
-        self._drop_those_in_all_losses()
+        culprit, self._on_trial, self._suspects = self._on_trial, None, []
+        for choice in self._choices.values():
+            choice.num_losses += choice.is_given and not choice.submission.is_paused
+            choice.load, choice.epoch, choice.is_given = 0, epoch, False
+        if culprit is not None:
+            self._drop(culprit)
         if self._hold_timer is None:
             timeout_s = self._config.server.recovery.recovery_timeout_s
             loop = asyncio.get_running_loop()
             self._hold_timer = loop.call_later(timeout_s, self._give_up_holding, timeout_s)
 
-    def _drop_those_in_all_losses(self) -> None:
-        """A request may be what ends the ranks: it is not tried for ever."""
-        suspects = [c for c in self._choices.values() if c.num_losses >= MAX_LOSSES]
-        for choice in suspects:
-            self._end(choice, "error")
-            choice.submission.fail(
-                GenerationFailed(
-                    f"a rank has failed {MAX_LOSSES} times in a row while this request ran, "
-                    "without giving it a token: it is not tried again"
-                )
+    def _drop(self, culprit: OpenChoice) -> None:
+        """It went on alone, and the group was lost again: the others are in the clear."""
+        self._end(culprit, "error")
+        culprit.submission.fail(
+            GenerationFailed(
+                f"a rank has failed {culprit.num_losses} times in a row while this request ran, "
+                "without giving it a token: it is not tried again"
             )
+        )
+        for choice in self._choices.values():
+            choice.num_losses = 0
 
     def _give_up_holding(self, timeout_s: float) -> None:
         # Another loss, before the ranks are there, holds requests again, and as long.
@@ -559,8 +571,34 @@ class EngineClient:
             self._hold_timer = None
         if self._choices:
             logger.info("going on with %d open request(s)", len(self._choices))
+        self._suspects = [
+            choice
+            for choice in self._choices.values()
+            if choice.num_losses >= LOSSES_OF_SUSPECT and not choice.submission.is_paused
+        ]
+        if self._suspects:
+            logger.warning(
+                "%d groups were lost in a row before %d request(s) got another token: these go on "
+                "one at a time, the newest first, and all others after them",
+                LOSSES_OF_SUSPECT,
+                len(self._suspects),
+            )
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Give the next suspect to a rank; after the last one, all that no rank has."""
+        if self._is_stopped:
+            return
+        self._on_trial = None
+        while self._suspects and self._on_trial is None:
+            newest = self._suspects.pop()
+            if newest.request_id in self._choices:
+                self._on_trial = newest
+        if self._on_trial is not None:
+            self._give([self._on_trial])
+            return
         # Wakes them also with nothing to do: wake numbers of before may differ.
-        choices = list(self._choices.values())
+        choices = [choice for choice in self._choices.values() if not choice.is_given]
         self._give(choices)
         paused = [c for c in choices if c.submission.is_paused]
         self._tell_ranks(paused, PauseRequests)

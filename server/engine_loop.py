@@ -114,6 +114,7 @@ class EngineLoop:
         self._receive()
         self._faults.on_step(self._step_id)
         schedule = self._schedule()
+        self._faults.on_requests(r.request.num_prompt_tokens for r in schedule.requests)
         state, last = self._state, self._last
         batch = self._runner.batch(schedule, None if last is None else last.token_ids)
         self._plans.send(StepPlan(self._step_id, state, batch))

@@ -2,8 +2,8 @@
 
 `kill:rank=1:step=20` SIGKILL in that step (0 is the one before a rank is ready);
 `raise:rank=1:step=5` an exception in it; both in the first epoch only, as `stop:rank=1:step=9`
-SIGSTOP and `hang:rank=1:step=9`, which never ends that step. `kill_again:rank=1:step=5` SIGKILL in
-that step of every epoch.
+SIGSTOP and `hang:rank=1:step=9`, which never ends that step. `kill_with:rank=1:prompt=137` SIGKILL
+in every step, of every epoch, that has a request of so many prompt tokens.
 `fail_load:rank=1` loading fails; `kv_blocks:rank=1:blocks=48` that many KV blocks on that rank.
 Several are joined by `;`.
 """
@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moed.config.errors import ConfigError, ModelError
@@ -23,7 +23,7 @@ HANG_S = 1e6
 ARGUMENTS = {
     "kill": ("rank", "step"),
     "raise": ("rank", "step"),
-    "kill_again": ("rank", "step"),
+    "kill_with": ("rank", "prompt"),
     "stop": ("rank", "step"),
     "hang": ("rank", "step"),
     "fail_load": ("rank",),
@@ -62,9 +62,6 @@ class Faults:
 
     def on_step(self, step_id: int) -> None:
         """Ends the process, or raises `RuntimeError`, in the step that was named."""
-        for fault in self._of("kill_again"):
-            if fault.arguments["step"] == step_id:
-                os.kill(os.getpid(), signal.SIGKILL)
         if self._epoch:
             return
         for fault in self._of("raise"):
@@ -77,6 +74,12 @@ class Faults:
         for fault in self._of("hang"):
             if fault.arguments["step"] == step_id:
                 time.sleep(HANG_S)
+
+    def on_requests(self, prompt_lengths: Iterable[int]) -> None:
+        """Ends the process where a prompt of that length is to be run."""
+        deadly = {fault.arguments["prompt"] for fault in self._of("kill_with")}
+        if deadly and not deadly.isdisjoint(prompt_lengths):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def kv_blocks(self, num_blocks: int) -> int:
         """This rank's own number of KV blocks, before ranks agree."""

@@ -284,14 +284,21 @@ def test_too_many_restarts_end_cleanly() -> None:
 
 
 @pytest.mark.slow
-def test_a_request_that_ends_the_ranks_is_not_tried_for_ever() -> None:
-    """The first real step of each epoch ends rank 1, as a request that it cannot survive would."""
-    fault = {"MOED_FAULT_INJECTION": "kill_again:rank=1:step=2"}
+def test_a_request_that_ends_the_ranks_costs_no_other_one() -> None:
+    """It is not tried for ever, and what streams beside it goes on."""
+    fault = {"MOED_FAULT_INJECTION": "kill_with:rank=0:prompt=7;kill_with:rank=1:prompt=7"}
+    body = {**LONG, "prompt": PROMPT, "max_tokens": 400}
     with Daemon(environment=fault) as daemon:
         daemon.wait_ready()
-        answer = daemon.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5})
+        alone = Stream(daemon, body)
+        alone.join()
+        streams = [Stream(daemon, body) for _ in range(4)]
+        await_growth(streams, 5)
+        answer = daemon.post("/v1/completions", {"prompt": [5] * 7, "max_tokens": 5})
         assert answer.status_code == 500 and "3 times in a row" in answer.text
+        finish(streams, [alone] * len(streams), RECOVERY_S)
         daemon.wait_ready()
+        daemon.assert_at_rest()
 
 
 @pytest.mark.slow

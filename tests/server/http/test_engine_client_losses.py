@@ -128,16 +128,86 @@ async def fails(submission: Submission, words: str) -> None:
             await submission.take(1)
 
 
-async def test_one_in_three_losses_in_a_row_is_not_tried_again(tmp_path: Any) -> None:
-    bench = Bench(tmp_path)
-    suspect, other = bench.submit(), bench.submit()
-    for epoch in (1, 2, 3):
+def lose_twice(bench: Bench) -> None:
+    for epoch in (1, 2):
         lose(bench, epoch)
         return_all(bench)
-        if epoch < 3:
-            give(bench, sent(bench, AddRequest)[1], epoch - 1, [5], epoch=epoch)
+
+
+async def test_what_may_end_the_ranks_goes_on_alone(tmp_path: Any) -> None:
+    """The newest first; when that is what ends them, the others are in the clear."""
+    bench = Bench(tmp_path)
+    others, suspect = [bench.submit(), bench.submit()], bench.submit()
+    lose(bench, 1)
+    return_all(bench)
+    assert len(bench.added) == 3
+    lose(bench, 2)
+    return_all(bench)
+    assert [message.request_id for message in bench.added] == [suspect.open[0].request_id]
+    late = bench.submit()
+    assert len(bench.added) == 1
+    lose(bench, 3)
     await fails(suspect, "3 times in a row")
-    assert [len(other.open), bench.client.num_open] == [1, 1]
+    return_all(bench)
+    going_on = {other.open[0].request_id for other in [*others, late]}
+    assert {message.request_id for message in bench.added} == going_on
+    for message in bench.added:
+        give(bench, message, 0, [5], epoch=3)
+    assert [received(other) for other in others] == [[(0, [5])], [(0, [5])]]
+
+
+async def test_each_goes_on_once_the_one_before_it_has_a_token(tmp_path: Any) -> None:
+    bench = Bench(tmp_path)
+    first, second, third = bench.submit(), bench.submit(), bench.submit()
+    lose_twice(bench)
+    late = bench.submit()
+    give(bench, bench.added[0], 0, [5], epoch=2)
+    assert [m.request_id for m in bench.added][1:] == [second.open[0].request_id]
+    give(bench, bench.added[0], 1, [6], epoch=2)  # of one that is in the clear already
+    first.close()
+    assert len(bench.added) == 2
+    second.close()
+    assert [m.request_id for m in bench.added][2:] == [late.open[0].request_id]
+    assert received(third) == [(0, [5]), (0, [6])]
+    assert bench.client.num_open == 2
+
+
+async def test_a_token_in_between_clears_a_request(tmp_path: Any) -> None:
+    bench = Bench(tmp_path)
+    bench.submit()
+    for epoch in range(1, 5):
+        lose(bench, epoch)
+        return_all(bench)
+        assert len(bench.added) == 1
+        give(bench, bench.added[0], epoch - 1, [5], epoch=epoch)
+    assert bench.client.num_open == 1
+
+
+async def test_a_group_that_never_stood_casts_no_doubt(tmp_path: Any) -> None:
+    bench = Bench(tmp_path)
+    bench.submit(2)
+    for epoch in range(1, 5):
+        lose(bench, epoch)
+        bench.become_ready(0)
+    bench.become_ready(1)
+    assert len(bench.added) == 2
+
+
+async def test_what_is_paused_casts_no_doubt(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not run, so it ends nothing."""
+    monkeypatch.setattr(engine_client, "MAX_UNREAD_OUTPUTS", 2)
+    bench = Bench(tmp_path)
+    slow = bench.submit()
+    for index in range(2):
+        give(bench, bench.added[0], index, [5])
+    other = bench.submit()
+    lose_twice(bench)
+    assert [m.request_id for m in bench.added] == [other.open[0].request_id]
+    give(bench, bench.added[0], 0, [5], epoch=2)
+    assert [m.request_id for m in bench.added][1:] == [slow.open[0].request_id]
+    assert [m.request_ids for m in sent(bench, PauseRequests)] == [[slow.open[0].request_id]]
 
 
 async def test_every_hold_has_its_bound(tmp_path: Any) -> None:
