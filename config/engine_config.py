@@ -303,10 +303,14 @@ class EngineConfig:
     """Faults that tests ask for (`MOED_FAULT_INJECTION`); None in any real use."""
 
     @property
+    def recovers(self) -> bool:
+        """Whether open requests outlive the loss of a rank."""
+        return self.server.recovery.on_rank_failure == "recover"
+
+    @property
     def stays_in_process(self) -> bool:
         """Whether ranks outlive the loss of another one."""
-        recovers = self.server.recovery.on_rank_failure == "recover"
-        return recovers and self.parallel.backend.rebuild is Rebuild.IN_PROCESS
+        return self.recovers and self.parallel.backend.rebuild is Rebuild.IN_PROCESS
 
     @property
     def fused_moe(self) -> FusedMoEConfig:

@@ -46,8 +46,8 @@ class TorchrunVariables:
     local_world_size: int
     master_addr: str
     master_port: int
-    restart: int
-    """How often the agent has started its workers again."""
+    num_restarts_left: int
+    """How often the agent may yet start its workers again."""
 
 
 def read_torchrun_environment() -> TorchrunVariables | None:
@@ -66,7 +66,8 @@ def read_torchrun_environment() -> TorchrunVariables | None:
             local_world_size=int(values["LOCAL_WORLD_SIZE"]),
             master_addr=values["MASTER_ADDR"],
             master_port=int(values["MASTER_PORT"]),
-            restart=int(values.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            num_restarts_left=int(values.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+            - int(values.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except (KeyError, ValueError):
         return None

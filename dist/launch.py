@@ -25,8 +25,8 @@ class LaunchEnvironment:
     store_port: int
     """Where the ranks meet: a `TCPStore`."""
     launcher: Literal["moed", "torchrun"]
-    restart: int = 0
-    """How often torchrun has started the ranks again."""
+    num_restarts_left: int = 0
+    """How often torchrun may yet start all ranks again, after one has failed."""
     epoch: int = 0
     """How often the group has been formed anew."""
     all_are_here: bool = False
@@ -59,7 +59,7 @@ def detect_torchrun() -> LaunchEnvironment | None:
         store_host=variables.master_addr,
         store_port=variables.master_port,
         launcher="torchrun",
-        restart=variables.restart,
+        num_restarts_left=variables.num_restarts_left,
     )
 
 

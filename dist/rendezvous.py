@@ -24,11 +24,16 @@ from moed.dist.launch import LaunchEnvironment
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+# Once all have come, until rank 0 has seen it too.
+CONFIRM_S = 0.01
 REMIND_S = 10.0
 CONNECT_S = 2.0
 # What differs is told to ranks that come a little later too, before the store may go.
 TELL_S = 15.0
 MAX_NAMED_KEYS = 3
+# Of torchrun's own store, which may outlive its workers and keeps what they have said there.
+NUM_LAUNCHES_KEY = "moed/launches"
+MET_KEY = "moed/met"
 FAILURE_KEY = "moed/failure"
 TOLD_KEY = "moed/told"
 
@@ -84,10 +89,21 @@ _introduction = msgspec.json.Decoder(Introduction)
 _failure = msgspec.json.Decoder(Failure)
 
 
+class _LaunchOver(Exception):
+    """The ranks of a newer launch meet elsewhere."""
+
+
 def open_store(environment: LaunchEnvironment, listen_fd: int | None, timeout_s: float) -> Store:
     """The store of this launch. `listen_fd`: on rank 0 of our own launcher, its bound socket; else
     None. Raises `PeerLost` when nobody answers in time.
     """
+    return _open_store(environment, listen_fd, timeout_s)[0]
+
+
+def _open_store(
+    environment: LaunchEnvironment, listen_fd: int | None, timeout_s: float
+) -> tuple[Store, Callable[[], None]]:
+    """As `open_store`, and what raises `_LaunchOver` once this store is not the one any more."""
     timeout = datetime.timedelta(seconds=timeout_s)
     if environment.rank != 0:
         _await_port(environment, timeout_s)
@@ -95,8 +111,8 @@ def open_store(environment: LaunchEnvironment, listen_fd: int | None, timeout_s:
         if environment.launcher == "torchrun":
             # The agent's, or else that of rank 0.
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-            return PrefixStore(f"restart-{environment.restart}", store)
-        return _within(
+            return _newest_launch(store, environment, timeout_s)
+        store = _within(
             timeout_s,
             lambda: TCPStore(
                 environment.store_host,
@@ -108,6 +124,39 @@ def open_store(environment: LaunchEnvironment, listen_fd: int | None, timeout_s:
                 master_listen_fd=listen_fd,
             ),
         )
+        return store, lambda: None
+
+
+def _newest_launch(
+    store: Store, environment: LaunchEnvironment, timeout_s: float
+) -> tuple[Store, Callable[[], None]]:
+    """The part of torchrun's store that rank 0 has begun and this rank has not been in: what tells
+    one start of the workers from another there is not the same on all nodes.
+    """
+    started, rank, seen = time.monotonic(), environment.rank, 0
+    if rank == 0:
+        seen = store.add(NUM_LAUNCHES_KEY, 1)
+        return PrefixStore(f"launch-{seen}", store), lambda: None
+    reminder = Reminder(environment)
+    while True:
+        newest = store.add(NUM_LAUNCHES_KEY, 0)
+        if newest > seen and store.add(f"moed/launch-{newest}/rank-{rank}", 1) == 1:
+            break
+        seen = newest
+        waited = time.monotonic() - started
+        if waited > timeout_s:
+            raise PeerLost(
+                f"rank 0 did not come within {timeout_s:g} s: see the log of the first node, or "
+                "start it; --rendezvous-timeout waits longer"
+            )
+        reminder.say("waiting for rank 0", waited)
+        time.sleep(POLL_S)
+
+    def check() -> None:
+        if store.add(NUM_LAUNCHES_KEY, 0) > newest:
+            raise _LaunchOver
+
+    return PrefixStore(f"launch-{newest}", store), check
 
 
 def _within(timeout_s: float, connect: Callable[[], Store]) -> Store:
@@ -177,6 +226,26 @@ def _store_errors(environment: LaunchEnvironment) -> Iterator[None]:
             f"does not answer as expected: most likely that node has ended, and its log says why, "
             f"or something else listens there. Reason: {reason}"
         ) from error
+
+
+def find_others(
+    environment: LaunchEnvironment,
+    listen_fd: int | None,
+    own: Introduction,
+    timeout_s: float,
+    check: Callable[[], None] | None,
+) -> tuple[Store, Meeting]:
+    """`open_store`, and `meet` there."""
+    while True:
+        store, check_launch = _open_store(environment, listen_fd, timeout_s)
+
+        def check_both(check_launch: Callable[[], None] = check_launch) -> None:
+            check_launch()
+            if check is not None:
+                check()
+
+        with contextlib.suppress(_LaunchOver):
+            return store, meet(store, environment, own, timeout_s, check_both)
 
 
 def meet(
@@ -270,7 +339,7 @@ class _Waiting:
                 if self._store.check([_key(rank)]):
                     self._on_arrival(rank)
             self._check_failure()
-            if not self._missing:
+            if not self._missing and self._is_over():
                 return self._arrived
             waited = time.monotonic() - started
             if waited > timeout_s:
@@ -280,7 +349,14 @@ class _Waiting:
                 )
                 self._fail(Failure(text, is_mismatch=False, num_told=len(self._arrived)))
             self._reminder.say(f"waiting for {self._describe_missing()}", waited)
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if self._missing else CONFIRM_S)
+
+    def _is_over(self) -> bool:
+        """Rank 0 says so: it is there now, and not only what it said before it ended."""
+        if self._environment.rank == 0:
+            self._store.set(MET_KEY, "")
+            return True
+        return self._store.check([MET_KEY])
 
     def _introduce(self) -> None:
         rank = self._environment.rank
@@ -304,7 +380,8 @@ class _Waiting:
 
     def _describe_missing(self) -> str:
         """`ranks 2, 3 (node 1)`"""
-        missing, size = self._missing, self._environment.local_world_size
+        # Rank 0 has come once and not said that all have: it is another one that is waited for.
+        missing, size = self._missing or [0], self._environment.local_world_size
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         if size >= self._environment.world_size:
             return ranks

@@ -606,6 +606,11 @@ class EngineClient:
     # The end -------------------------------------------------------------------------------------
 
     @property
+    def is_stopped(self) -> bool:
+        """The ranks were told to leave, or are gone for good."""
+        return self._is_stopped
+
+    @property
     def num_open(self) -> int:
         """Choices that have not ended."""
         return len(self._choices)

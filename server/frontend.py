@@ -37,6 +37,7 @@ from moed.server.messages import (
     FromFrontend,
     FrontendFailure,
     GroupReady,
+    LastLaunch,
     RankLost,
     RankReady,
     RankSlow,
@@ -50,6 +51,7 @@ from moed.server.metrics import Metrics
 from moed.server.node_messages import NodeOrder
 from moed.server.request_log import log_request
 from moed.server.status_line import tell_status
+from moed.server.succession import Heirs
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +70,11 @@ def run_frontend(
     http_socket: socket.socket,
     place: FrontendPlace,
     launcher_pipe: Connection,
+    heirs: Heirs | None = None,
 ) -> None:
-    """Of the front end's process; returns after a stop, or when the launcher is gone."""
+    """Of the front end's process; returns after a stop, or when the launcher is gone and has no
+    `heirs`.
+    """
     # A terminal's Ctrl-C, or a supervisor's signal to the group, reaches every process; the
     # launcher alone decides what it means.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -78,7 +83,7 @@ def run_frontend(
     # uvicorn's own story of its start; the launcher tells it better.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").addFilter(is_worth_logging)
-    frontend = Frontend(config, http_socket, place, launcher_pipe)
+    frontend = Frontend(config, http_socket, place, launcher_pipe, heirs)
     look_seldom()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -110,16 +115,21 @@ class Frontend:
         http_socket: socket.socket,
         place: FrontendPlace,
         launcher_pipe: Connection,
+        heirs: Heirs | None = None,
     ) -> None:
         self._config = config
         self._http_socket = http_socket
         self._place = place
         self._pipe = launcher_pipe
+        self._heirs = heirs
+        self._is_last_launch = heirs is None
+        self._draining: asyncio.Task[None] | None = None
         self._commands: asyncio.Queue[ToFrontend] = asyncio.Queue()
         self._is_serving = False
         self._told_wake_at = -math.inf
         self._wake_timer: asyncio.TimerHandle | None = None
         self._has_announced = False
+        self._late_heirs: list[Connection] = []
 
     async def serve(self) -> None:
         """Serve until `StopNow`, or until the launcher is gone."""
@@ -145,7 +155,11 @@ class Frontend:
         grammars = GrammarChecker(self._config.model)
         self._state = AppState(self._config, self._engine, health, metrics, grammars)
         self._server = HttpServer(self._uvicorn_config())
-        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read_pipe)
+        self._listen_to_launcher()
+        if self._heirs is not None:
+            succession, loop = self._heirs.succession, asyncio.get_running_loop()
+            loop.add_reader(succession.listener.fileno(), self._on_heir)
+            loop.add_reader(succession.agent_fd, self._on_torchrun_end)
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -241,14 +255,55 @@ class Frontend:
 
     # The launcher --------------------------------------------------------------------------------
 
+    def _listen_to_launcher(self) -> None:
+        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read_pipe)
+
     def _read_pipe(self) -> None:
         try:
             while self._pipe.poll():
                 self._commands.put_nowait(_to_frontend.decode(self._pipe.recv_bytes()))
         except (EOFError, OSError):
-            # The launcher is gone: there is nobody left to serve for.
-            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            self._lose_launcher()
+
+    @property
+    def _leaves_with_launcher(self) -> bool:
+        return self._is_last_launch or self._engine.is_stopped
+
+    def _lose_launcher(self) -> None:
+        """Wait for another one, or leave: then there is nobody to serve for."""
+        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        self._pipe.close()
+        if self._leaves_with_launcher:
             self._commands.put_nowait(StopNow())
+            return
+        # The ranks are gone with it. A drain was for them to leave together.
+        self._stop_draining()
+        self._state.health.stay()
+        self._links.forget()
+        self._on_regrouping(self._engine.epoch + 1, None, "torchrun starts all of them again")
+        logger.warning("the ranks have ended: torchrun starts others, and open requests wait")
+
+    def _on_heir(self) -> None:
+        """Other ranks have come."""
+        assert self._heirs is not None
+        if (pipe := self._heirs.succession.accept()) is None:
+            return
+        if self._leaves_with_launcher:
+            # Too late: the end of this process ends the pipe.
+            self._late_heirs.append(pipe)
+            return
+        if not self._pipe.closed:
+            self._lose_launcher()
+        self._pipe = pipe
+        self._tell(msgspec.structs.replace(self._heirs.wired, epoch=self._engine.epoch))
+        self._listen_to_launcher()
+
+    def _on_torchrun_end(self) -> None:
+        """Nobody starts ranks any more."""
+        assert self._heirs is not None
+        asyncio.get_running_loop().remove_reader(self._heirs.succession.agent_fd)
+        self._commands.put_nowait(RankLost(0, "torchrun has ended"))
+        self._commands.put_nowait(StopNow())
 
     def _tell(self, message: FromFrontend) -> None:
         with contextlib.suppress(OSError):
@@ -256,7 +311,6 @@ class Frontend:
 
     async def _obey(self) -> None:
         """Do what the launcher says, until it says to stop."""
-        draining: asyncio.Task[None] | None = None
         while True:
             command = await self._commands.get()
             match command:
@@ -274,18 +328,24 @@ class Frontend:
                 case RankSlow(error):
                     self._state.health.stall(error)
                 case Drain():
-                    if draining is None:
+                    if self._draining is None:
                         self._state.health.announce_drain()
-                        draining = asyncio.create_task(self._drain())
+                        self._draining = asyncio.create_task(self._drain())
+                case LastLaunch():
+                    self._is_last_launch = True
                 case StopNow():
-                    if draining is not None:
-                        draining.cancel()
+                    self._stop_draining()
                     self._state.health.drain()
                     self._engine.fail_all("the server is stopping")
                     self._engine.shut_down()
                     self._links.end_all("")
                     await self._state.open_requests.wait_empty(FLUSH_S)
                     return
+
+    def _stop_draining(self) -> None:
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
 
     def _on_wake(self, wake_number: int) -> None:
         """Tell the launcher, which watches the ranks then: at most once in `WAKE_INTERVAL_S`."""

@@ -49,9 +49,8 @@ def run_frontend_process(
     run_frontend(config, http_socket, place, launcher_pipe)
 
 
-def log_progress(config: EngineConfig, http_socket: socket.socket, message: FromFrontend) -> None:
-    """Say in the log what the front end has reported."""
-    url = url_of(http_socket, config.server)
+def log_progress(config: EngineConfig, url: str, message: FromFrontend) -> None:
+    """Say in the log what the front end, which answers at `url`, has reported."""
     if isinstance(message, Serving):
         logger.info("listening on %s, loading the model", url)
     elif isinstance(message, GroupReady) and message.epoch:
@@ -135,7 +134,7 @@ class FrontendProcess:
             self.failure = message
         elif isinstance(message, Drained):
             self.drained = message
-        log_progress(self._config, self._http_socket, message)
+        log_progress(self._config, url_of(self._http_socket, self._config.server), message)
         return message
 
     def await_drained(self, timeout_s: float) -> None:

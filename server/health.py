@@ -139,6 +139,12 @@ class Health:
             self.phase = Phase.DRAINING
             self._reason = "the server is shutting down and takes no new requests"
 
+    def stay(self) -> None:
+        """What it was to leave with is gone already: it does not."""
+        self._is_leaving = self._is_announcing = False
+        if self.phase is Phase.DRAINING:
+            self._go_on()
+
     def fail(self, rank: int, error: str) -> None:
         """A rank is gone, and with it the group."""
         self.ranks[rank].is_up = False

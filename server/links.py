@@ -88,6 +88,11 @@ class Links:
             logger.info("node %d (%s) was asked to stop: all stop", beat.node, beat.name)
             self._on_stop_asked()
 
+    def forget(self) -> None:
+        """All nodes begin anew, by themselves."""
+        self._links = {}
+        self._is_stopping = False
+
     def order(self, order: NodeOrder) -> None:
         """Take it to the node's launcher, if that has been heard."""
         if order.node in self._links:

@@ -392,7 +392,11 @@ class StopNow(msgspec.Struct, frozen=True, tag="stop_now"):
     """End open requests with an error event, tell all ranks `Shutdown`, and leave."""
 
 
-ToFrontend = RankLost | Regrouping | RankSlow | Drain | StopNow | NodeOrder
+class LastLaunch(msgspec.Struct, frozen=True, tag="last_launch"):
+    """Under torchrun: no other ranks will be started after these."""
+
+
+ToFrontend = RankLost | Regrouping | RankSlow | Drain | StopNow | NodeOrder | LastLaunch
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
@@ -431,4 +435,17 @@ class StopAsked(msgspec.Struct, frozen=True, tag="stop_asked"):
     """Another node was asked to stop: treated as a signal to this one."""
 
 
-FromFrontend = Serving | GroupReady | Active | Drained | FrontendFailure | StopAsked | NodeReport
+class Wired(msgspec.Struct, frozen=True, tag="wired", kw_only=True):
+    """Under torchrun, to rank 0: where ranks of `epoch` find the front end."""
+
+    told: dict[str, str]
+    """For rank 0, which tells the others; see `moed.server.wire`."""
+    epoch: int
+    url: str
+    items: dict[str, str]
+    """What must be equal on all ranks, as the front end knows it."""
+
+
+FromFrontend = (
+    Serving | GroupReady | Active | Drained | FrontendFailure | StopAsked | NodeReport | Wired
+)

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moed.config.engine_config import EngineConfig
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What rank 0 tells of a front end that has seen other groups, where no launcher knows of it.
+EPOCH = "epoch"
 # How long a rank that cannot start looks for the others, to tell them.
 TELL_FAILURE_S = 10.0
 
@@ -69,19 +71,19 @@ class NodeOfRank:
 
         Raises `PeerLost`, `RankMismatch` or `ConfigError`.
         """
-        from moed.dist.rendezvous import Introduction, meet, open_store
+        from moed.dist.rendezvous import Introduction, find_others
 
         config, timeout_s = self._config, self._timeout_s(place)
-        store = open_store(place, listen_fd, timeout_s)
         items = config.agreement_items() | compared_versions()
         items["*.safetensors"] = describe_weights(config.model)
         items["transport_key"] = key_fingerprint(config.nodes)
         own = Introduction(host_identity(), socket.gethostname(), items, self._told)
-        meeting = meet(store, place, own, timeout_s, check)
+        store, meeting = find_others(place, listen_fd, own, timeout_s, check)
         wire = wire_from(meeting.told, config.nodes)
+        epoch = int(meeting.told.get(EPOCH, place.epoch))
         interface = check_network(config, meeting)
         self._tell_keeper_of(wire)
-        return Met(meeting.environment, store, interface, wire)
+        return Met(replace(meeting.environment, epoch=epoch), store, interface, wire)
 
     def _timeout_s(self, place: LaunchEnvironment) -> float:
         nodes, timeout_s = self._config.nodes, self._config.parallel.distributed_timeout_s

@@ -164,7 +164,7 @@ class _Life:
         phases = {**self._phases, "rendezvous": time.monotonic() - started}
         self._phases = {}
         wire = met.wire if orders is None else orders.take_wire(met.wire)
-        channel = EngineChannel(wire, place.rank, place.epoch, orders)
+        channel = EngineChannel(wire, place.rank, met.environment.epoch, orders)
         holder.hold_channel(channel)
         if self._engine is None:
             self._engine = Engine(config, groups, channel, self._heartbeat)

@@ -9,6 +9,7 @@ from types import FrameType
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import MoedError, PeerLost
 from moed.dist.launch import LaunchEnvironment
+from moed.dist.torchrun_workers import a_worker_has_ended
 from moed.server.keeper_process import KEEPER_ENDED, KeeperProcess
 from moed.server.lifecycle import leave
 from moed.server.node_messages import LinkLost, NodeStopping, ToKeeper
@@ -66,7 +67,7 @@ class RankPlace:
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """The front end stops all ranks together: it is asked to, where it does not know yet."""
-        if not self.node.is_ready:
+        if not self.node.is_ready or a_worker_has_ended(self._environment.local_world_size):
             leave(STOPPED_BY_SIGTERM)
         self._tell_keeper(NodeStopping())
 

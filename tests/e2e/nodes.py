@@ -93,3 +93,10 @@ def kill_all(daemon: Daemon) -> None:
 def torchrun(*words: str) -> tuple[str, ...]:
     """The command line of `torchrun words… -m moed.server`."""
     return (sys.executable, "-m", "torch.distributed.run", *words, "-m", "moed.server")
+
+
+def ranks_of(daemon: Daemon) -> list[psutil.Process]:
+    """That torchrun has started on this node, the first one first."""
+    agent = psutil.Process(daemon.process.pid)
+    ranks = [c for c in agent.children() if "moed.server" in " ".join(c.cmdline())]
+    return sorted(ranks, key=lambda rank: int(rank.environ()["RANK"]))

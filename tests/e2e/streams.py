@@ -159,6 +159,13 @@ def await_growth(streams: list[Stream], num_events: int, timeout_s: float = READ
     return time.monotonic() - started
 
 
+def await_status(daemon: Daemon, status: str) -> None:
+    deadline = time.monotonic() + 20
+    while httpx.get(f"{daemon.url}/readyz", timeout=5).json()["status"] != status:
+        assert time.monotonic() < deadline, f"not {status}"
+        time.sleep(0.02)
+
+
 def assert_same(streams: list[Stream], expected: list[Stream]) -> None:
     """Complete, with the same tokens, texts, log-probabilities and ends; no token twice."""
     for stream, other in zip(streams, expected, strict=True):

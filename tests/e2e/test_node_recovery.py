@@ -10,14 +10,18 @@ import pytest
 
 from tests.daemon import Daemon
 from tests.e2e.nodes import Nodes, await_probe, kill_all
-from tests.e2e.streams import KINDS, LONG, PROMPT, Stream, assert_same, await_growth, finish, kill
-from tests.e2e.test_recovery import (
-    RECOVERY_S,
-    assert_well,
-    await_loss,
+from tests.e2e.streams import (
+    KINDS,
+    LONG,
+    PROMPT,
+    Stream,
+    assert_same,
+    await_growth,
     await_status,
-    is_ready,
+    finish,
+    kill,
 )
+from tests.e2e.test_recovery import RECOVERY_S, assert_well, await_loss, is_ready
 
 READY_S = 90.0
 END_S = 30.0

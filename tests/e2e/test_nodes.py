@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from tests.daemon import Daemon, events, free_port, wait_gone
-from tests.e2e.nodes import Nodes, await_probe, kill_all, probe, torchrun
+from tests.e2e.nodes import Nodes, await_probe, kill_all, probe, ranks_of, torchrun
+from tests.e2e.streams import await_growth, finish, start_all
 
 PROMPT = list(range(40, 60))
 LONG = {"prompt": [65], "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -80,16 +81,14 @@ def test_a_waiting_node_says_who_is_missing() -> None:
             assert "rank 2 (node 2) did not come within 14 s" in text, text
 
 
-def torchrun_nodes(stack: ExitStack, *words: str) -> list[Daemon]:
-    """Two agents that meet on one port, and a rank of each."""
+def torchrun_nodes(stack: ExitStack, *own: str) -> list[Daemon]:
+    """Two agents that meet on one port, and a rank of each. `own`: torchrun's words."""
     endpoint = f"127.0.0.1:{free_port()}"
     command = torchrun(
         *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", endpoint, "--rdzv-id", "test"),
+        *("--rdzv-endpoint", endpoint, "--rdzv-id", "test", *own),
     )
-    return [
-        stack.enter_context(Daemon("--probe-port", "0", *words, command=command)) for _ in range(2)
-    ]
+    return [stack.enter_context(Daemon("--probe-port", "0", command=command)) for _ in range(2)]
 
 
 def first_of(daemons: list[Daemon]) -> Daemon:
@@ -121,6 +120,28 @@ def test_two_nodes_under_torchrun() -> None:
         first.wait_ready(90)
         assert first.tokens(PROMPT, 8, 0) == first.tokens(PROMPT, 8, 1)
         await_probe(second, 200)
+        assert_all_end(daemons, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_first", [True, False])
+def test_open_requests_go_on_when_torchrun_starts_all_nodes_again(is_first: bool) -> None:
+    with ExitStack() as stack:
+        daemons = torchrun_nodes(stack, "--max-restarts", "3")
+        first = first_of(daemons)
+        (second,) = [daemon for daemon in daemons if daemon is not first]
+        first.wait_ready(90)
+        expected, http = start_all(first), first.pid("http")
+        for stream in expected:
+            stream.join()
+        for _ in range(2):
+            streams = start_all(first)
+            await_growth(streams, 4)
+            ranks_of(first if is_first else second)[0].kill()
+            finish(streams, expected, 60)
+            first.wait_ready(30)
+            await_probe(second, 200)
+        assert first.pid("http") == http
         assert_all_end(daemons, 40)
 
 

@@ -16,6 +16,7 @@ from tests.e2e.streams import (
     Stream,
     assert_same,
     await_growth,
+    await_status,
     finish,
     kill,
     start_all,
@@ -38,13 +39,6 @@ def await_loss(daemon: Daemon, num_losses: int) -> None:
     while daemon.log.count("Forming the group anew") < num_losses:
         assert time.monotonic() < deadline, daemon.log
         time.sleep(0.005)
-
-
-def await_status(daemon: Daemon, status: str) -> None:
-    deadline = time.monotonic() + 20
-    while httpx.get(f"{daemon.url}/readyz", timeout=5).json()["status"] != status:
-        assert time.monotonic() < deadline, f"not {status}"
-        time.sleep(0.02)
 
 
 def assert_well(daemon: Daemon) -> None:
