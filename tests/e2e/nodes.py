@@ -70,8 +70,10 @@ class Nodes:
 
 
 def probe(daemon: Daemon, path: str = "/readyz") -> httpx.Response:
-    """What a node without HTTP answers."""
-    return httpx.get(daemon.wait_log(PROBES, START_S).group(1) + path, timeout=5)
+    """What a node without HTTP answers, on the port that it has told last."""
+    daemon.wait_log(PROBES, START_S)
+    url: str = PROBES.findall(daemon.log)[-1]
+    return httpx.get(url + path, timeout=5)
 
 
 def await_probe(node: Daemon, code: int, timeout_s: float = 20.0) -> str:
