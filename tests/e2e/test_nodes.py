@@ -81,14 +81,22 @@ def test_a_waiting_node_says_who_is_missing() -> None:
             assert "rank 2 (node 2) did not come within 14 s" in text, text
 
 
-def torchrun_nodes(stack: ExitStack, *own: str) -> list[Daemon]:
-    """Two agents that meet on one port, and a rank of each. `own`: torchrun's words."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    command = torchrun(
-        *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", endpoint, "--rdzv-id", "test", *own),
-    )
-    return [stack.enter_context(Daemon("--probe-port", "0", command=command)) for _ in range(2)]
+def torchrun_nodes(stack: ExitStack, *own: str, is_static: bool = False) -> list[Daemon]:
+    """Two agents that meet on one port, and a rank of each. `own`: torchrun's words; `is_static`:
+    each node has its number, as where c10d is not wanted.
+    """
+    port = str(free_port())
+    c10d = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test")
+    static = ("--master-addr", "127.0.0.1", "--master-port", port)
+    commands = [
+        torchrun(
+            *("--nnodes", "2", "--nproc-per-node", "1"),
+            *((*static, "--node-rank", str(node)) if is_static else c10d),
+            *own,
+        )
+        for node in range(2)
+    ]
+    return [stack.enter_context(Daemon("--probe-port", "0", command=c)) for c in commands]
 
 
 def first_of(daemons: list[Daemon]) -> Daemon:
@@ -124,20 +132,20 @@ def test_two_nodes_under_torchrun() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_first", [True, False])
-def test_open_requests_go_on_when_torchrun_starts_all_nodes_again(is_first: bool) -> None:
+@pytest.mark.parametrize("is_static", [True, False])
+def test_open_requests_go_on_when_torchrun_starts_all_nodes_again(is_static: bool) -> None:
     with ExitStack() as stack:
-        daemons = torchrun_nodes(stack, "--max-restarts", "3")
+        daemons = torchrun_nodes(stack, "--max-restarts", "3", is_static=is_static)
         first = first_of(daemons)
         (second,) = [daemon for daemon in daemons if daemon is not first]
         first.wait_ready(90)
         expected, http = start_all(first), first.pid("http")
         for stream in expected:
             stream.join()
-        for _ in range(2):
+        for victim in (second, first):
             streams = start_all(first)
             await_growth(streams, 4)
-            ranks_of(first if is_first else second)[0].kill()
+            ranks_of(victim)[0].kill()
             finish(streams, expected, 60)
             first.wait_ready(30)
             await_probe(second, 200)

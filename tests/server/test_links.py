@@ -103,3 +103,36 @@ def test_the_end_is_told_once_and_first_why() -> None:
     watched.links.end_all("a rank failed")
     watched.links.end_all("")
     assert watched.channel.sent[1:] == [(1, Over("a rank failed"))]
+
+
+def test_nodes_that_begin_anew_are_not_missed_meanwhile() -> None:
+    watched = Watched()
+    watched.links.on_beat(NodeBeat(node=1, name="second", ranks=[2], is_stopping=True), 0.0)
+    watched.links.forget()
+    watched.links.look(10 * LOST_S)
+    assert watched.health.is_ready
+    watched.links.on_beat(BEAT, 10 * LOST_S)
+    watched.links.on_beat(NodeBeat(node=1, name="second", ranks=[2], is_stopping=True), 300.0)
+    assert watched.num_stops == 2
+
+
+def test_a_drain_ends_with_the_ranks_that_were_to_leave_together() -> None:
+    health = Health(num_ranks=1)
+    health.on_tokenizer()
+    health.on_rank_ready(0)
+    health.announce_drain()
+    health.stay()
+    assert health.is_ready
+    health.drain()
+    health.stay()
+    health.recover(None, "all start again")
+    assert health.phase is Phase.RECOVERING and health.holds_requests
+    health.on_rank_ready(0)
+    assert health.is_ready
+
+
+def test_what_has_failed_stays_so() -> None:
+    health = Health(num_ranks=1)
+    health.fail(0, "gone")
+    health.stay()
+    assert health.phase is Phase.FAILED
