@@ -52,9 +52,9 @@ LONG = {"prompt": [65, 66], "max_tokens": 2000, "ignore_eos": True}
 @pytest.mark.parametrize("streamed", [False, True])
 def test_client_that_leaves_frees_its_request(daemon: Daemon, streamed: bool) -> None:
     with contextlib.ExitStack() as stack:
-        for index in range(8):
+        for index in range(20):
             stack.enter_context(raw_request(daemon, {**LONG, "stream": streamed}, index % 2))
-        wait_running(daemon, 8, 10)
+        wait_running(daemon, 20, 10)
     wait_running(daemon, 0, 2)
 
 
