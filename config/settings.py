@@ -491,7 +491,8 @@ class ServeSettings:
     )
     max_restarts: int = option(
         10,
-        "most recoveries, of ranks and of the front end, in ten minutes; one more ends the daemon",
+        "most recoveries, of ranks and of the front end, in ten minutes; one more ends the daemon "
+        "(torchrun counts by its own --max-restarts)",
         group=PROCESSES,
         minimum=0,
     )

@@ -277,6 +277,8 @@ class Frontend:
             self._commands.put_nowait(StopNow())
             return
         # The ranks are gone with it. A drain was for them to leave together.
+        while not self._commands.empty():
+            self._commands.get_nowait()
         self._stop_draining()
         self._state.health.stay()
         self._links.forget()
@@ -302,6 +304,7 @@ class Frontend:
         """Nobody starts ranks any more."""
         assert self._heirs is not None
         asyncio.get_running_loop().remove_reader(self._heirs.succession.agent_fd)
+        self._is_last_launch = True
         self._commands.put_nowait(RankLost(0, "torchrun has ended"))
         self._commands.put_nowait(StopNow())
 

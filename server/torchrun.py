@@ -133,8 +133,8 @@ def refuse_other_settings(config: EngineConfig, wired: Wired) -> None:
         before, now = wired.items.get(name, "(missing)"), own.get(name, "(missing)")
         if before != now:
             raise ConfigError(
-                f"{name} is {now}, and was {before} when the front end started, which goes on: "
-                "restore it, or stop torchrun and start it again"
+                f"{name} is {now}, and was {before} before torchrun started the ranks again: "
+                "restore it, or stop torchrun and start it anew"
             )
 
 

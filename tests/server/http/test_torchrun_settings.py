@@ -16,5 +16,5 @@ def test_other_settings_than_those_of_the_front_end_are_refused(tmp_path: Any) -
     wired = Wired(told={}, epoch=1, url="", items=dict(config.agreement_items()))
     refuse_other_settings(config, wired)
     scheduler = dataclasses.replace(config.scheduler, max_num_seqs=7)
-    with pytest.raises(ConfigError, match="max_num_seqs is 7, and was 64 when the front end"):
+    with pytest.raises(ConfigError, match="max_num_seqs is 7, and was 64 before torchrun"):
         refuse_other_settings(dataclasses.replace(config, scheduler=scheduler), wired)
