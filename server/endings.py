@@ -20,6 +20,12 @@ DRAIN_SLACK_S = 2.0
 EXIT_PROCESS_DIED = 70
 
 
+def log_traceback(rank: AnyRank) -> None:
+    """Where its own node has one: of a fault of ours."""
+    if rank.failure is not None and rank.failure.details:
+        logger.error("%s", rank.failure.details.rstrip())
+
+
 def report_end(ended: Sequence[AnyRank], first: AnyRank) -> int:
     """Log the last words of those that have ended; `first` was seen first. Returns the exit code of
     the cause.
@@ -27,8 +33,7 @@ def report_end(ended: Sequence[AnyRank], first: AnyRank) -> int:
     # Consequences first, causes last: the last lines of the log are what a person reads.
     told = sorted(ended, key=lambda rank: (not is_consequence(rank), rank is first))
     for rank in told:
-        if rank.failure is not None and rank.failure.details:
-            logger.error("%s", rank.failure.details.rstrip())
+        log_traceback(rank)
         logger.error("%s", rank.report())
     cause = told[-1]
     return EXIT_PROCESS_DIED if cause.failure is None else cause.failure.exit_code

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 
 from moed.config.engine_config import EngineConfig
+from moed.server.endings import log_traceback
 from moed.server.heartbeats import Beat
 from moed.server.local_ranks import LocalRanks
 from moed.server.messages import Join, Leave, NewFrontend
@@ -148,6 +149,7 @@ class NodeRanks:
             return
         for rank, number in zip(list(ranks), order.rank_numbers, strict=True):
             if number > rank.number:
+                log_traceback(rank)
                 self._local.replace(rank, order.epoch, port, number)
             elif order.epoch > old.epoch:
                 rank.tell(Leave(order.epoch))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from moed.config.engine_config import EngineConfig
 from moed.config.errors import ConfigError, ModelError, UsageError
+from moed.server.endings import log_traceback
 from moed.server.messages import RankSlow, Regrouping, ToFrontend
 from moed.server.rank_group import RankGroup
 from moed.server.rank_process import AnyRank
@@ -56,8 +57,7 @@ class Recovery:
         if not self._can_recover(ended):
             return ended
         for rank in ended:
-            if rank.failure is not None and rank.failure.details:
-                logger.error("%s", rank.failure.details.rstrip())
+            log_traceback(rank)
         self._form_anew(ended, ended[0].rank, "; ".join(rank.report() for rank in ended))
         return ()
 

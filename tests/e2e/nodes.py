@@ -22,13 +22,14 @@ class Nodes:
         self,
         *common: str,
         own: Sequence[Sequence[str]] = ((), ()),
-        environments: Sequence[Mapping[str, str]] = ({}, {}),
+        environments: Sequence[Mapping[str, str]] | None = None,
         port: int | None = None,
         ranks_per_node: int = 1,
     ) -> None:
         """`own`: what each node's line has beside the `common` words, one entry for each node."""
         self.port = free_port() if port is None else port
-        self._common, self._own, self._environments = common, own, environments
+        self._common, self._own = common, own
+        self._environments = [{}] * len(own) if environments is None else environments
         self._ranks_per_node = ranks_per_node
         self._stack = ExitStack()
         self.daemons: list[Daemon] = []
