@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from moed.config.engine_config import ParallelConfig
 from moed.config.environ import set_default
@@ -131,11 +131,7 @@ class Groups:
         self._is_closed = True
         for member in list(self._members):
             member.close()
-        closing = threading.Thread(target=_destroy, daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
-        if closing.is_alive():
-            logger.warning("the process group did not close within %g s", CLOSE_S)
+        _destroy_within_bound()
         # With them the store goes, and on rank 0 its port, whoever still knows of this object.
         del self.cpu, self.device, self.agreement, self.tensor
 
@@ -161,6 +157,30 @@ def shut_down(sockets: dict[int, str]) -> None:
                     # gloo ends the process when one that listens is shut down.
                     if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _forgotten_on_failure() -> Iterator[None]:
+    """Leave nothing of a group that comes to nothing. torch names a group by how many there were in
+    the process since the last that was destroyed, and ranks find each other by that name: one that
+    counts a failure which another rank, newly started, has not seen, would never find it.
+    """
+    try:
+        yield
+    except BaseException:
+        if dist.is_initialized():
+            _destroy_within_bound()
+        _world.group_count = 0
+        raise
+
+
+def _destroy_within_bound() -> None:
+    """A peer that is gone does not hold this rank."""
+    closing = threading.Thread(target=_destroy, daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
+    if closing.is_alive():
+        logger.warning("the process group did not close within %g s", CLOSE_S)
 
 
 def _destroy() -> None:
@@ -225,7 +245,7 @@ def init_groups(
         set_default("NCCL_SOCKET_IFNAME", interface)
     on_gpu = parallel.device == "cuda"
     device = take_gpu(environment) if on_gpu else None
-    with collective_errors("rendezvous"):
+    with collective_errors("rendezvous"), _forgotten_on_failure():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,

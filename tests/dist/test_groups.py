@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import logging
 import os
+import pathlib
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
 from moed.config.errors import PeerLost
 from moed.config.expert_placement import ExpertPlacement
@@ -147,6 +148,26 @@ def test_ranks_that_never_come_are_given_up(pool_of: Callable[[int], WorkerPool]
     assert "the first node did not answer at 127.0.0.1 port 1 for 2 s" in answers[0][0]
     assert "collective 'rendezvous' failed" in answers[1][0]
     assert all(seconds < 20 for _, seconds in answers)
+
+
+def meet_after_a_failure(groups: Groups, path: str) -> int:
+    """Rank 0 has waited in vain for a rank 1 that another process takes the place of."""
+    groups.close()
+    parallel = dataclasses.replace(engine_config(ranks=2).parallel, distributed_timeout_s=4.0)
+    place = LaunchEnvironment(groups.rank, 2, groups.rank, 2, "127.0.0.1", 0, "moed")
+    if groups.rank == 0:
+        message, _ = timed(lambda: init_groups(place, parallel, HashStore(), None))
+        assert "collective 'rendezvous' failed" in message
+    again = init_groups(place, parallel, FileStore(path, 2), None)
+    (found,) = {sum(gather_ints(again, 1 + groups.rank))}
+    again.close()
+    return found
+
+
+def test_a_rank_that_met_nobody_meets_others_later(
+    pool_of: Callable[[int], WorkerPool], tmp_path: pathlib.Path
+) -> None:
+    assert pool_of(2).run(meet_after_a_failure, str(tmp_path / "store")) == [3, 3]
 
 
 def describe(groups: Groups) -> tuple[Any, ...]:
