@@ -6,6 +6,7 @@ who connects, and torchrun's end is something to wait for.
 """
 
 import contextlib
+import logging
 import os
 import socket
 import struct
@@ -17,13 +18,29 @@ import psutil
 
 from moed.server.messages import Wired
 
-IS_POSSIBLE = sys.platform == "linux"
+logger = logging.getLogger(__name__)
+
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
+def is_possible() -> bool:
+    """Whether this system has what it takes; the log says what is missing."""
+    try:
+        if sys.platform == "linux":
+            os.close(os.pidfd_open(os.getpid()))
+            _address(os.getpid())
+            return True
+        reason = "only Linux has what it takes"
+    except OSError as error:
+        reason = f"this system has no pidfd_open or no /proc ({error.strerror})"
+    logger.warning("open requests will not wait for ranks that torchrun starts again: %s", reason)
+    return False
+
+
 def _address(agent_pid: int) -> str:
-    # A name that begins with a zero byte is in no folder.
-    return f"\0moed-{os.getuid()}-{agent_pid}"
+    # A name that begins with a zero byte is in no folder. Containers may share it, and not the
+    # numbers of processes.
+    return f"\0moed-{os.getuid()}-{os.readlink('/proc/self/ns/pid')}-{agent_pid}"
 
 
 class Succession:
@@ -60,7 +77,7 @@ class Heirs:
 
 def find_predecessor(agent_pid: int) -> tuple[Connection, int] | None:
     """A front end of earlier ranks, and its process; None where there is none."""
-    if not IS_POSSIBLE:
+    if sys.platform != "linux":
         return None
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
         link.connect(_address(agent_pid))

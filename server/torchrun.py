@@ -45,7 +45,7 @@ from moed.server.messages import (
 )
 from moed.server.node_of_rank import EPOCH
 from moed.server.processes import spawn
-from moed.server.succession import IS_POSSIBLE, Heirs, Succession, find_predecessor
+from moed.server.succession import Heirs, Succession, find_predecessor, is_possible
 from moed.server.torchrun_rank import STOPPED_BY_SIGTERM, RankPlace, serve_place
 from moed.server.wiring import open_wire
 
@@ -109,7 +109,7 @@ def serve_under_torchrun(config: EngineConfig, environment: LaunchEnvironment) -
 
 
 def _serve_first_rank(config: EngineConfig, environment: LaunchEnvironment) -> int:
-    may_restart = config.recovers and environment.num_restarts_left > 0
+    may_restart = config.recovers and environment.num_restarts_left > 0 and is_possible()
     with find_frontend(config, environment, may_restart) as frontend:
         wired = frontend.await_wired()
         refuse_other_settings(config, wired)
@@ -181,7 +181,7 @@ def find_frontend(
     server, context = config.server, multiprocessing.get_context("spawn")
     with bind_http(server.host, server.port, "--port") as http_socket:
         pipe, far_end = context.Pipe()
-        arguments = (config, http_socket, agent_pid, may_restart and IS_POSSIBLE, far_end)
+        arguments = (config, http_socket, agent_pid, may_restart, far_end)
         process = spawn(context, "moed-http", start_lasting_frontend, arguments)
     far_end.close()
     assert process.pid is not None
