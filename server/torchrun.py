@@ -214,7 +214,7 @@ class FrontendLink:
     def is_there(self) -> bool:
         """Whether it can be adopted: one that leaves is waited for, within a bound."""
         try:
-            self._wired = self._receive_wired()
+            self._receive_wired()
         except (EOFError, OSError):
             return False
         return True
@@ -222,19 +222,21 @@ class FrontendLink:
     def await_wired(self) -> Wired:
         """Where the ranks find it. Raises `ConfigError` for a network that is not there."""
         try:
-            return self._wired or self._receive_wired()
+            if self._wired is None:
+                self._receive_wired()
+            assert self._wired is not None
+            return self._wired
         except (EOFError, OSError):
             raise PeerLost("the HTTP front end ended as it started") from None
 
-    def _receive_wired(self) -> Wired:
+    def _receive_wired(self) -> None:
         if not self._pipe.poll(WIRED_S):
             raise PeerLost(f"the HTTP front end, process {self.pid}, does not answer")
         message = _from_frontend.decode(self._pipe.recv_bytes())
         if isinstance(message, FrontendFailure):
             raise ConfigError(message.error)
         assert isinstance(message, Wired)
-        self._url = message.url
-        return message
+        self._wired = message
 
     def start(self) -> None:
         """Watch it, and take signals, from now on."""
@@ -274,7 +276,8 @@ class FrontendLink:
         self.tell(Drain() if self._num_signals == 1 else StopNow())
 
     def _take(self, message: FromFrontend) -> None:
-        log_progress(self._config, self._url, message)
+        assert self._wired is not None
+        log_progress(self._config, self._wired.url, message)
         if isinstance(message, Drained):
             self.drained.set()
         elif isinstance(message, StopAsked):
